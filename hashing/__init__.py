@@ -1,0 +1,1 @@
+"""kvstore.hashing: block keys, namespaces and checksums."""

@@ -1,0 +1,1 @@
+"""kvstore.integrations: adapters for serving engines. Not part of this version yet."""

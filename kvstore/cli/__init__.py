@@ -1,0 +1,1 @@
+"""kvstore.cli: the `kvstore` command."""

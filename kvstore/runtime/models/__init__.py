@@ -1,0 +1,1 @@
+"""kvstore.runtime.models: model families the runtime can run."""

@@ -1,0 +1,1 @@
+"""kvstore.tiers: where blocks lie (host memory, local disks) and how their bytes are laid out."""
