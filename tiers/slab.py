@@ -1,0 +1,312 @@
+"""Which slots are free: segments of one size, each given to one size class. Pure; no I/O, no locks.
+
+A class is an exact `slot_bytes`. A slot id is `segment * slots_per_segment_max + index`, where
+`slots_per_segment_max` is fixed for the slab, so ids stay unique when a segment changes its class.
+
+    free(class) + occupied(class) = capacity(class), always; a quarantined segment counts with the
+    slots that are still occupied in it, and with nothing once they are released.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+SLOT_BYTES_MIN = 8192  # One page of header and one page of payload: the smallest record.
+SLOT_ALIGN = 4096
+PROBES_MAX = 8  # Segments searched for one run before a reservation is scattered.
+
+Slots = npt.NDArray[np.int64]
+SegmentMask = npt.NDArray[np.bool_]
+
+
+class Slab:
+    """Slots of `segments_max` segments of `segment_bytes` each.
+
+    Not thread-safe: its owner's lock guards it.
+
+    first_slot_at: bytes at the start of every segment that hold no slot (a file header, or 0).
+    A misused call (a slot released twice, a class that does not fit) raises ValueError and changes
+    nothing.
+    """
+
+    def __init__(self, segments_max: int, segment_bytes: int, first_slot_at: int) -> None:
+        if segments_max < 0 or first_slot_at < 0 or segment_bytes < first_slot_at + SLOT_BYTES_MIN:
+            raise ValueError(f"a segment of {segment_bytes} bytes cannot hold one slot")
+        self.segments_max = segments_max
+        self.segment_bytes = segment_bytes
+        self.first_slot_at = first_slot_at
+        self.slots_per_segment_max = segment_bytes // SLOT_BYTES_MIN
+        self._slot_bytes = np.zeros(segments_max, np.int64)
+        self._free = np.zeros(segments_max, np.int32)
+        self._occupied = np.zeros(segments_max, np.int32)
+        self._quarantined = np.zeros(segments_max, np.bool_)
+        # Per assigned segment one byte a slot, True = free. Separate arrays, because their sizes
+        # differ by class: the worst case for all segments would be far more than what is used.
+        self._maps: list[SegmentMask | None] = [None] * segments_max
+
+    # --- segments and classes
+
+    def fits(self, slot_bytes: int) -> bool:
+        """Whether a segment can hold a slot of this size."""
+        return (
+            slot_bytes >= SLOT_BYTES_MIN
+            and slot_bytes % SLOT_ALIGN == 0
+            and slot_bytes <= self.segment_bytes - self.first_slot_at
+        )
+
+    def slots_in_segment(self, slot_bytes: int) -> int:
+        """How many slots of this size one segment has."""
+        return (self.segment_bytes - self.first_slot_at) // slot_bytes
+
+    def class_of(self, segment: int) -> int:
+        """The slot_bytes of a segment, or 0 while it belongs to no class."""
+        return int(self._slot_bytes[self._known(segment)])
+
+    def classes(self) -> list[int]:
+        """The slot_bytes of all classes that have a segment, ascending."""
+        return [int(size) for size in np.unique(self._slot_bytes) if size]
+
+    def segments_of_class(self, slot_bytes: int) -> npt.NDArray[np.int64]:
+        """The segments of a class that are not quarantined, ascending: int64 [n]."""
+        return np.flatnonzero((self._slot_bytes == slot_bytes) & ~self._quarantined)
+
+    def is_quarantined(self, segment: int) -> bool:
+        """Whether a segment was abandoned."""
+        return bool(self._quarantined[self._known(segment)])
+
+    def unassigned(self, among: SegmentMask | None = None) -> int:
+        """How many segments belong to no class yet."""
+        return len(self._unassigned(among))
+
+    def assign(self, slot_bytes: int, among: SegmentMask | None = None) -> int | None:
+        """Give the lowest unassigned segment to a class.
+
+        among: bool [segments_max], the segments to choose from; None for all.
+
+        Returns: the segment, or None when none is left.
+        """
+        self._refuse_misfit(slot_bytes)
+        left = self._unassigned(among)
+        if not len(left):
+            return None
+        segment = int(left[0])
+        self._give(segment, slot_bytes)
+        return segment
+
+    def reassign(self, segment: int, slot_bytes: int) -> None:
+        """Give an assigned segment without occupied slots to another class."""
+        self._refuse_misfit(slot_bytes)
+        self._refuse_unmovable(segment)
+        self._give(segment, slot_bytes)
+
+    def unassign(self, segment: int) -> None:
+        """Take a segment without occupied slots from its class, as if never assigned."""
+        self._refuse_unmovable(segment)
+        self._slot_bytes[segment] = self._free[segment] = 0
+        self._maps[segment] = None
+
+    def quarantine(self, segment: int) -> None:
+        """Abandon a segment: no slot of it is handed out again; occupied ones may be released."""
+        self._quarantined[self._known(segment)] = True
+        self._free[segment] = 0
+
+    # --- slots
+
+    def reserve(self, slot_bytes: int, count: int, among: SegmentMask | None = None) -> Slots:
+        """Occupy up to `count` free slots of a class: int64 [<= count]. Assigns no segment.
+
+        One contiguous run in the lowest segment that has one is preferred; else the slots come from
+        the emptiest segments, the lowest free slots of each first. `among` limits the segments.
+        """
+        usable = (self._slot_bytes == slot_bytes) & (self._free > 0)
+        segments = np.flatnonzero(usable if among is None else usable & among)
+        if count <= 0 or not len(segments):
+            return np.zeros(0, np.int64)
+        free = self._free[segments]
+        for segment in segments[free >= count][:PROBES_MAX].tolist():
+            start = _first_run(self._map(segment), count)
+            if start >= 0:
+                return self._occupy(segment, np.arange(start, start + count))
+        taken, missing = [], count
+        for segment in segments[np.argsort(-free, kind="stable")].tolist():
+            indices = np.flatnonzero(self._map(segment))[:missing]
+            taken.append(self._occupy(segment, indices))
+            missing -= len(indices)
+            if not missing:
+                break
+        return np.concatenate(taken)
+
+    def release(self, slots: Slots) -> None:
+        """Free occupied slots: int64 [n], any order, any segments, no slot twice."""
+        groups = self._grouped(slots)
+        for segment, indices in groups:
+            slot_map = self._maps[segment]
+            if slot_map is None or indices[-1] >= len(slot_map) or slot_map[indices].any():
+                raise ValueError(f"segment {segment}: a slot to release is not occupied")
+        for segment, indices in groups:
+            self._map(segment)[indices] = True
+            self._occupied[segment] -= len(indices)
+            if not self._quarantined[segment]:
+                self._free[segment] += len(indices)
+
+    def restore(self, segment: int, slot_bytes: int, slots: Slots) -> None:
+        """At start: give an unassigned segment to a class, with these slots of it occupied."""
+        self._refuse_misfit(slot_bytes)
+        if self.class_of(segment) or self._quarantined[segment]:
+            raise ValueError(f"segment {segment} is already in use; restore each segment once")
+        groups = self._grouped(slots)
+        capacity = self.slots_in_segment(slot_bytes)
+        if any(owner != segment or indices[-1] >= capacity for owner, indices in groups):
+            raise ValueError(f"a slot to restore does not lie in segment {segment}")
+        self._give(segment, slot_bytes)
+        for _, indices in groups:
+            self._occupy(segment, indices)
+
+    def segment_of(self, slot: int) -> int:
+        """The segment of a slot id."""
+        return slot // self.slots_per_segment_max
+
+    def offset_of(self, slot: int) -> int:
+        """Where a slot starts, in bytes from the start of its segment."""
+        segment, index = divmod(slot, self.slots_per_segment_max)
+        return self.first_slot_at + index * self.class_of(segment)
+
+    def segments_of(self, slots: Slots) -> npt.NDArray[np.int64]:
+        """The segments of slot ids: int64 [n]."""
+        return slots // self.slots_per_segment_max
+
+    def offsets_of(self, slots: Slots) -> npt.NDArray[np.int64]:
+        """Where slots start, in bytes from the start of each one's segment: int64 [n]."""
+        segments, indices = np.divmod(slots, self.slots_per_segment_max)
+        return self.first_slot_at + indices * self._slot_bytes[segments]
+
+    def slots_of(self, segment: int) -> Slots:
+        """The occupied slots of a segment, ascending: int64 [n]."""
+        slot_map = self._maps[self._known(segment)]
+        if slot_map is None:
+            return np.zeros(0, np.int64)
+        return np.flatnonzero(~slot_map) + segment * self.slots_per_segment_max
+
+    def is_occupied(self, slots: Slots) -> npt.NDArray[np.bool_]:
+        """For each slot id, whether it is occupied; ids that cannot exist are not: bool [n]."""
+        result = np.zeros(len(slots), np.bool_)
+        segments, indices = np.divmod(slots, self.slots_per_segment_max)
+        for at, (segment, index) in enumerate(
+            zip(segments.tolist(), indices.tolist(), strict=True)
+        ):
+            slot_map = self._maps[segment] if 0 <= segment < self.segments_max else None
+            result[at] = slot_map is not None and index < len(slot_map) and not slot_map[index]
+        return result
+
+    # --- sums
+
+    def occupied(self, slot_bytes: int | None = None) -> int:
+        """How many slots are occupied, of one class or of all."""
+        return self._sum(self._occupied, slot_bytes)
+
+    def free(self, slot_bytes: int) -> int:
+        """How many slots of a class can be reserved without another segment."""
+        return self._sum(self._free, slot_bytes)
+
+    def capacity(self, slot_bytes: int) -> int:
+        """How many slots a class has: free + occupied."""
+        return self.free(slot_bytes) + self.occupied(slot_bytes)
+
+    def used_bytes(self) -> int:
+        """Bytes of all occupied slots."""
+        return int((self._occupied * self._slot_bytes).sum())
+
+    def allocated_bytes(self) -> int:
+        """Bytes of all segments that belong to a class, quarantined ones included."""
+        return int(np.count_nonzero(self._slot_bytes)) * self.segment_bytes
+
+    def check_integrity(self) -> None:
+        """AssertionError if the sums, the maps and the classes do not agree. Reads everything."""
+        for segment, slot_map in enumerate(self._maps):
+            size = int(self._slot_bytes[segment])
+            free, occupied = int(self._free[segment]), int(self._occupied[segment])
+            assert (slot_map is None) == (size == 0), f"segment {segment}: map and class disagree"
+            if slot_map is None:
+                assert free == occupied == 0, f"segment {segment}: slots in no class"
+                continue
+            assert self.fits(size), f"segment {segment}: {size} bytes do not fit"
+            assert len(slot_map) == self.slots_in_segment(size), f"segment {segment}: wrong length"
+            assert occupied == np.count_nonzero(~slot_map), f"segment {segment}: occupied is wrong"
+            expected = 0 if self._quarantined[segment] else np.count_nonzero(slot_map)
+            assert free == expected, f"segment {segment}: free is wrong"
+        assert self.used_bytes() <= self.allocated_bytes() <= self.segments_max * self.segment_bytes
+
+    # --- inside
+
+    def _known(self, segment: int) -> int:
+        if not 0 <= segment < self.segments_max:
+            raise ValueError(f"segment {segment} is not one of {self.segments_max}")
+        return segment
+
+    def _refuse_misfit(self, slot_bytes: int) -> None:
+        if not self.fits(slot_bytes):
+            room = self.segment_bytes - self.first_slot_at
+            raise ValueError(
+                f"slots of {slot_bytes} bytes do not fit: use a multiple of {SLOT_ALIGN} in "
+                f"{SLOT_BYTES_MIN}..{room}, or larger segments"
+            )
+
+    def _refuse_unmovable(self, segment: int) -> None:
+        if not self.class_of(segment) or self._quarantined[segment]:
+            raise ValueError(
+                f"segment {segment} is unassigned or quarantined; it cannot change class"
+            )
+        if self._occupied[segment]:
+            raise ValueError(
+                f"segment {segment} holds occupied slots; evict and release them first"
+            )
+
+    def _unassigned(self, among: SegmentMask | None) -> npt.NDArray[np.int64]:
+        left = (self._slot_bytes == 0) & ~self._quarantined
+        return np.flatnonzero(left if among is None else left & among)
+
+    def _give(self, segment: int, slot_bytes: int) -> None:
+        count = self.slots_in_segment(slot_bytes)
+        self._slot_bytes[segment] = slot_bytes
+        self._maps[segment] = np.ones(count, np.bool_)
+        self._free[segment] = count
+
+    def _map(self, segment: int) -> SegmentMask:
+        slot_map = self._maps[segment]
+        assert slot_map is not None
+        return slot_map
+
+    def _occupy(self, segment: int, indices: npt.NDArray[np.int64]) -> Slots:
+        self._map(segment)[indices] = False
+        self._free[segment] -= len(indices)
+        self._occupied[segment] += len(indices)
+        return indices + segment * self.slots_per_segment_max
+
+    def _grouped(self, slots: Slots) -> list[tuple[int, npt.NDArray[np.int64]]]:
+        """Slot ids as (segment, ascending indices); refuses duplicates and unknown segments."""
+        if not len(slots):
+            return []
+        ordered = np.sort(slots)
+        segments, indices = np.divmod(ordered, self.slots_per_segment_max)
+        self._known(int(segments[0]))
+        self._known(int(segments[-1]))
+        if len(ordered) > 1 and not (np.diff(ordered) > 0).all():
+            raise ValueError("a slot appears twice")
+        cuts = np.flatnonzero(np.diff(segments)) + 1
+        firsts = segments[np.concatenate([np.zeros(1, np.int64), cuts])].tolist()
+        return list(zip(firsts, np.split(indices, cuts), strict=True))
+
+    def _sum(self, values: npt.NDArray[np.int32], slot_bytes: int | None) -> int:
+        chosen = values if slot_bytes is None else values[self._slot_bytes == slot_bytes]
+        return int(chosen.sum(dtype=np.int64))
+
+
+def _first_run(slot_map: SegmentMask, count: int) -> int:
+    """Where the first `count` free slots in a row start, or -1."""
+    start = int(slot_map.argmax())
+    run = slot_map[start : start + count]
+    if len(run) == count and run.all():
+        return start
+    edges = np.flatnonzero(np.diff(slot_map, prepend=False, append=False))
+    starts, ends = edges[::2], edges[1::2]
+    long_enough = starts[ends - starts >= count]
+    return int(long_enough[0]) if len(long_enough) else -1
