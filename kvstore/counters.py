@@ -1,0 +1,153 @@
+"""Counters of a store: a mapped file of 64-bit numbers, so they survive a kill and can be read beside the owner.
+
+File format (little-endian): magic "KVCOUNT1", uint32 version, uint32 number of counters, 48 bytes
+of zeros, then one uint64 for each name in NAMES, up to 4096 bytes. Names are only ever appended.
+Gauges (`*_bytes`, `*_blocks` of a tier) are the owner's last word; they mean nothing after it died.
+"""
+
+import mmap
+import struct
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.tiers.base import MissReason, SaveDrop
+from kvstore.tiers.errors import StoreError
+from kvstore.tiers.io import FileIo
+
+MAGIC = b"KVCOUNT1"
+VERSION = 1
+FILE_BYTES = 4096
+HEADER = struct.Struct("<8sII48x")
+
+TIERS = ("device", "host", "disk")
+NAMES: tuple[str, ...] = (
+    "boot",
+    "lookups",
+    "tokens_asked",
+    *(f"tokens_hit.{tier}" for tier in TIERS),
+    *(f"misses.{reason}" for reason in MissReason),
+    "saved_blocks",
+    "saved_bytes",
+    *(f"save_drops.{reason}" for reason in SaveDrop),
+    "loads",
+    *(f"loaded_bytes.{tier}" for tier in TIERS),
+    *(f"load_ns.{tier}" for tier in TIERS),
+    "joined_reads",
+    "written_blocks",
+    "written_bytes",
+    "write_failures",
+    *(f"evicted_blocks.{tier}" for tier in TIERS),
+    *(f"bad_blocks.{tier}" for tier in TIERS),
+    *(f"{tier}_capacity_bytes" for tier in TIERS),
+    *(f"{tier}_used_bytes" for tier in TIERS),
+    *(f"{tier}_blocks" for tier in TIERS),
+)
+_AT = {name: at for at, name in enumerate(NAMES)}
+if HEADER.size + 8 * len(NAMES) > FILE_BYTES:
+    raise AssertionError("the counters outgrew their page")
+
+
+class Counters:
+    """The counters of one store. Thread-safe; `add` never fails and never waits for a disk."""
+
+    def __init__(self, mapping: mmap.mmap | bytearray) -> None:
+        self._mapping = mapping
+        self._lock = threading.Lock()
+        self._values: npt.NDArray[np.uint64] = np.frombuffer(
+            mapping, np.uint64, len(NAMES), HEADER.size
+        )
+
+    @classmethod
+    def in_memory(cls) -> "Counters":
+        """Counters of a store without a directory; they end with it."""
+        return cls(bytearray(FILE_BYTES))
+
+    @classmethod
+    def open(cls, path: Path, io: FileIo) -> "Counters":
+        """The counters in `path`, created where there are none, for the store's one owner.
+
+        Raises StoreError for a file that is something else.
+        """
+        fd = io.open(path, create=True, write=True)
+        try:
+            if io.size(fd) == 0:
+                page = bytearray(FILE_BYTES)
+                HEADER.pack_into(page, 0, MAGIC, VERSION, len(NAMES))
+                io.pwrite(fd, page, 0)
+            mapping = mmap.mmap(fd, FILE_BYTES) if io.size(fd) == FILE_BYTES else None
+        finally:
+            io.close(fd)
+        if mapping is None or not _ours(mapping):
+            raise StoreError(f"{path} is not a counters file of this version; move it away")
+        HEADER.pack_into(mapping, 0, MAGIC, VERSION, len(NAMES))
+        return cls(mapping)
+
+    @classmethod
+    def read(cls, path: Path, io: FileIo) -> dict[str, int]:
+        """All counters by name, without owning the store."""
+        fd = io.open(path)
+        try:
+            page = bytearray(FILE_BYTES)
+            whole = io.size(fd) == FILE_BYTES and io.pread(fd, page, 0) == FILE_BYTES
+        finally:
+            io.close(fd)
+        if not whole or not _ours(page):
+            raise StoreError(f"{path} is not a counters file of this version")
+        return cls(page).all()
+
+    def add(self, name: str, amount: int = 1) -> None:
+        """Count. Raises KeyError for a name that is not in NAMES."""
+        at = _AT[name]
+        with self._lock:
+            self._values[at] += np.uint64(amount)
+
+    def set(self, name: str, value: int) -> None:
+        """Set a gauge."""
+        self._values[_AT[name]] = np.uint64(value)
+
+    def get(self, name: str) -> int:
+        """One counter."""
+        return int(self._values[_AT[name]])
+
+    def all(self) -> dict[str, int]:
+        """All counters by name."""
+        return {name: int(value) for name, value in zip(NAMES, self._values, strict=True)}
+
+    def next_boot(self) -> int:
+        """A number larger than that of every earlier owner, even where this file was lost: 32 bits."""
+        boot = max(self.get("boot") + 1, int(time.time()))
+        self.set("boot", boot)
+        return boot
+
+    def close(self) -> None:
+        """Unmap. Counters stay in the file."""
+        del self._values
+        if isinstance(self._mapping, mmap.mmap):
+            self._mapping.flush()
+            self._mapping.close()
+
+
+def summary(counters: dict[str, int]) -> dict[str, object]:
+    """The counters in the shape of `kvstore stats --json`."""
+    return {
+        "tokens_asked": counters["tokens_asked"],
+        "tokens_hit": {tier: counters[f"tokens_hit.{tier}"] for tier in TIERS},
+        "misses": {str(reason): counters[f"misses.{reason}"] for reason in MissReason},
+        "tiers": {
+            tier: {
+                "capacity_bytes": counters[f"{tier}_capacity_bytes"],
+                "used_bytes": counters[f"{tier}_used_bytes"],
+                "blocks": counters[f"{tier}_blocks"],
+            }
+            for tier in TIERS[1:]
+        },
+    }
+
+
+def _ours(page: mmap.mmap | bytearray) -> bool:
+    magic, version, count = HEADER.unpack_from(page, 0)
+    return bool(magic == MAGIC and version == VERSION and count <= len(NAMES))

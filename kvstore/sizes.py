@@ -1,0 +1,44 @@
+"""Sizes as people write them ("8GiB") and as programs need them (bytes)."""
+
+import re
+
+from kvstore.tiers.errors import ConfigError
+
+UNITS = {
+    "": 1,
+    "B": 1,
+    "KiB": 1 << 10,
+    "MiB": 1 << 20,
+    "GiB": 1 << 30,
+    "TiB": 1 << 40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(text: str | int, option: str) -> int:
+    """Bytes of "8GiB", "1.5 TB", "4096" or 4096. `option` names the setting in the error.
+
+    Returns: a number of bytes; raises ConfigError for anything else.
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        if text < 0:
+            raise ConfigError(f"{option} is {text}; a size cannot be negative")
+        return text
+    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
+    units = {name.lower(): factor for name, factor in UNITS.items()}
+    if match is None or match[2].lower() not in units:
+        raise ConfigError(f'{option} is {text!r}; write a size such as "8GiB", "500MB" or 4096')
+    return int(float(match[1]) * units[match[2].lower()])
+
+
+def format_size(size_bytes: float) -> str:
+    """A size for people: 1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size_bytes) < 1024:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} TiB"

@@ -1,0 +1,56 @@
+"""A namespace of a store: one model, one layout, one tenant. Where sequences and pools come from."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvstore.hashing.chain import ChainFunction
+from kvstore.hashing.namespace import root_key
+from kvstore.identity import Identity
+from kvstore.pool import PagePool
+from kvstore.sequence import Sequence as TokenSequence
+from kvstore.tiers.layout import Layout
+from kvstore.tiers.record import RecordFormat
+
+if TYPE_CHECKING:
+    from kvstore.store import Store
+
+
+class Space:
+    """Blocks that may be shared with each other. Made by `Store.namespace`.
+
+    layout: what a block is.  digest: 32 bytes of identity.  root: the key before the first block.
+    number: this namespace's small number in the index.
+    """
+
+    def __init__(
+        self, store: "Store", identity: Identity, number: int, chain: ChainFunction
+    ) -> None:
+        self.store = store
+        self.identity = identity
+        self.layout: Layout = identity.layout
+        self.record = RecordFormat.of(identity.layout)
+        self.digest = identity.digest()
+        self.root = root_key(self.digest)
+        self.number = number
+        self.chain = chain
+
+    @property
+    def label(self) -> str:
+        """For people: model and tenant, never the salt."""
+        return f"{self.identity.model[:80]} {self.identity.tenant[:40]}".strip()
+
+    def pool(self, arrays: Sequence[Any], page_tokens: int | None = None) -> PagePool:
+        """The engine's pages, described run by run and tested by writing and reading one page.
+
+        arrays: one NumPy or torch array for each run, in payload order; axis 0 is the page.
+        page_tokens: tokens in a page; a whole block unless told. Raises LayoutError.
+        """
+        pool = PagePool(self.layout, arrays, page_tokens or self.layout.block_tokens)
+        pool.self_test()
+        return pool
+
+    def sequence(
+        self, tokens: Any = (), media: Mapping[int, bytes] | None = None
+    ) -> TokenSequence:
+        """One request's tokens. media: 32-byte digest of the media in a block, by block number."""
+        return TokenSequence(self, tokens, media)
