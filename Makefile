@@ -1,48 +1,64 @@
-# Every target sets up what it needs in .venv; nothing outside the checkout is changed.
+# Every target sets up what it needs in .venv; nothing outside this folder and the caches is changed.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 FOLDERS := tiers hashing cuda daemon integrations
-SOURCES := kvstore $(FOLDERS) tests bench examples setup.py
+SOURCES := $(wildcard kvstore $(FOLDERS) tests bench examples setup.py)
+PYTEST := $(BIN)/python -m pytest tests -n $(JOBS)
 
-.PHONY: help demo test check types bench long gpu clean
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test check format types bench long gpu clean
 help:  ## this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-8s %s\n", $$1, $$2 }'
+	@echo "  PYTHON=$(PYTHON) makes .venv; TORCH=$(TORCH) is installed if .venv has no torch that fits."
 
+setup: $(VENV)/ready  ## .venv with all that the other targets need, and nothing else
+
+# A torch that is in .venv already and fits is kept: install another build there first to choose it.
 $(VENV)/ready: pyproject.toml setup.py
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvstore needs Python 3.11 or newer: make PYTHON=python3.11")'
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@# A torch that fits is kept: choose your own build by installing it into .venv first.
-	@$(BIN)/python -c 'import torch; v = tuple(map(int, torch.__version__.split(".")[:2])); assert v >= (2, 6)' 2>/dev/null \
-	  || $(BIN)/python -m pip install -q $(TORCH)
-	$(BIN)/python -m pip install -q -e '.[runtime,daemon,test]'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	  "kvstore needs Python 3.11 or newer; name one: make PYTHON=python3.12 ...")'
+	@test -x $(BIN)/python || { echo "Making $(VENV)" && $(PYTHON) -m venv $(VENV); }
+	@$(BIN)/python -c 'from importlib.metadata import version; \
+	  major, minor = map(int, version("torch").split(".")[:2]); \
+	  raise SystemExit(not (2, 6) <= (major, minor) < (3, 0))' 2>/dev/null \
+	  || { echo "Installing $(TORCH): a download of 0.2 GB as a CPU build, of about 3 GB with CUDA" \
+	  && $(BIN)/python -m pip install "$(TORCH)"; }
+	@echo "Installing kvstore and what it needs into $(VENV)"
+	@$(BIN)/python -m pip install -q -e '.[runtime,daemon,test]'
 	@touch $@
 
-demo: $(VENV)/ready  ## fetch the model and show what the store saves on it
+demo: $(VENV)/ready  ## fetch a model, run the main job on it, print and write build/demo.json
 	$(BIN)/kvstore demo --output build/demo.json
 
-test: $(VENV)/ready  ## all tests but the hours-long ones
-	$(BIN)/python -m pytest tests -m "not long" -n 2
+test: $(VENV)/ready  ## all tests but the long ones
+	$(PYTEST) -m "not long"
 
-check: $(VENV)/ready types  ## format, lint, types, fast tests
+check: $(VENV)/ready types  ## format, lint, types and the fast tests
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
-	$(BIN)/python -m pytest tests -m "not slow and not long" -n 2
+	$(PYTEST) -m "not slow and not long"
 
-types: $(VENV)/ready  ## mypy cannot run setup.py's mapping, so it reads the same mapping laid out as links
+format: $(VENV)/ready  ## rewrite the sources in the one format
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/ruff check --fix-only $(SOURCES)
+
+# mypy cannot run setup.py's mapping of folders to packages, so it reads the same mapping as links.
+types: $(VENV)/ready  ## mypy --strict over the product
 	@rm -rf build/links && mkdir -p build/links/kvstore
 	@ln -s $(foreach folder,$(FOLDERS),$(CURDIR)/$(folder)) $(CURDIR)/kvstore/* build/links/kvstore
 	$(BIN)/mypy --strict -p kvstore
 
-bench: $(VENV)/ready  ## every figure of the README and of bench/results
+bench: $(VENV)/ready  ## measure: every figure of the README and of bench/results
 	$(BIN)/python -m bench
 
-long: $(VENV)/ready  ## the long form of the tests
+long: $(VENV)/ready  ## the long form of the tests: minutes to hours
 	$(BIN)/python -m pytest tests -m long
 
-gpu:  ## brought by the GPU path, which is not part of this version yet
-	@echo "make gpu: the CUDA path is not part of this version yet; everything here runs on the CPU." && exit 2
+gpu:  ## the tests that need a GPU: not part of this version yet
+	@echo "make gpu: the CUDA path is not part of this version; everything here runs on the CPU." && exit 2
 
-clean:  ## what can be made again
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+clean:  ## remove what can be made again, but not .venv
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -4,19 +4,28 @@ Nothing but `kvstore` is ever installed at the top level: `cuda` belongs to NVID
 and `daemon`, `tests` and `tiers` are nobody's to claim.
 """
 
+from pathlib import Path
+
 from setuptools import setup
 
 FOLDERS = ("tiers", "hashing", "cuda", "daemon", "integrations")
-INSIDE = ("kvstore.native", "kvstore.cli", "kvstore.runtime", "kvstore.runtime.models")
+ROOT = Path(__file__).resolve().parent
+
+
+def packages() -> dict[str, str]:
+    """Import name -> folder, for every folder with an __init__.py."""
+    found = {}
+    for top in ("kvstore", *FOLDERS):
+        for init in sorted((ROOT / top).rglob("__init__.py")):
+            folder = init.parent.relative_to(ROOT).as_posix()
+            name = folder.replace("/", ".")
+            found[name if top == "kvstore" else f"kvstore.{name}"] = folder
+    return found
+
 
 setup(
-    packages=["kvstore", *INSIDE, *(f"kvstore.{folder}" for folder in FOLDERS)],
-    package_dir={"kvstore": "kvstore", **{f"kvstore.{folder}": folder for folder in FOLDERS}},
-    package_data={
-        "kvstore": ["py.typed"],
-        "kvstore.native": ["*.cpp", "*.hpp"],
-        "kvstore.runtime": ["*.cpp", "*.hpp", "*.txt"],
-        "kvstore.cuda": ["*.cu", "*.cuh"],
-    },
-    include_package_data=False,  # Package data is exactly the lines above: no manifest guessing.
+    packages=list(packages()),
+    package_dir=packages(),
+    package_data={"": ["py.typed", "*.cpp", "*.hpp", "*.cu", "*.cuh", "*.txt"]},
+    include_package_data=False,  # Package data is exactly the line above: no manifest guessing.
 )
