@@ -1,4 +1,4 @@
-"""File calls: every one the store makes goes through a `FileIo`, so faults can be injected in one place.
+"""File calls: every one the store makes goes through a `FileIo`: one place to inject faults.
 
 LMDB makes its own calls; it is the one exception. Nothing here knows what the bytes mean.
 """
@@ -105,6 +105,10 @@ class FileIo:
         """What lies under a name, a link not followed."""
         return os.stat(path, dir_fd=directory, follow_symlinks=False)
 
+    def writable(self, path: str | Path) -> bool:
+        """Whether this process may make and remove names in a directory."""
+        return os.access(path, os.W_OK | os.X_OK)
+
     def close(self, fd: int) -> None:
         """Close a descriptor."""
         os.close(fd)
@@ -118,7 +122,7 @@ class FileIo:
         """
         size = len(buffer)
         done = os.preadv(fd, [buffer], offset)
-        if done == size or done == 0:
+        if done in (0, size):
             return done
         view = memoryview(buffer)
         while done < size:
@@ -157,7 +161,7 @@ class FileIo:
     # --- room
 
     def allocate(self, fd: int, size: int, offset: int = 0) -> None:
-        """Give the file blocks for `size` bytes from `offset` on, so that writes there find room."""
+        """Give the file blocks for `size` bytes from `offset` on: writes there will find room."""
         os.posix_fallocate(fd, offset, size)
 
     def truncate(self, fd: int, size: int) -> None:
@@ -199,7 +203,7 @@ class FileIo:
         return os.memfd_create(name, os.MFD_CLOEXEC)
 
     def supports_direct(self, directory: int | str | Path) -> bool:
-        """Whether files in a directory can be opened around the page cache. Leaves nothing behind."""
+        """Whether files in a directory can be opened around the page cache. Leaves nothing."""
         place = f"/proc/self/fd/{directory}" if isinstance(directory, int) else directory
         for flag in (os.O_TMPFILE | os.O_DIRECT, os.O_TMPFILE):
             try:
@@ -226,51 +230,57 @@ class FileIo:
         return direct
 
 
-def open_own_directory(io: FileIo, path: Path, what: str) -> int:
-    """A descriptor of a directory that is ours: made (0700) if only its last part is missing.
+def check_own_directory(io: FileIo, path: Path, what: str) -> bool:
+    """Refuse a path that cannot be, or become, a directory of ours. Changes nothing.
 
-    Raises ConfigError or StoreError with one sentence; nothing was changed then.
+    what: the word for it in an error, such as "disk path". Raises ConfigError or StoreError, in one
+    sentence that says what to do.
+
+    Returns: True, it exists and is ours | False, it can be made in its parent.
     """
     try:
-        if not io.exists(path):
-            io.make_directory(path)
+        io.list_names(path)
         fd = io.open_directory(path)
     except FileNotFoundError:
-        raise ConfigError(
-            f"{path.parent} does not exist; make it, or choose another {what}"
-        ) from None
+        _refuse_parent(io, path, what)
+        return False
     except PermissionError:
-        raise ConfigError(
-            f"{path} is not writable; choose a {what} that you may write to"
-        ) from None
+        raise ConfigError(f"{path} is not yours to read; choose a {what} of your own") from None
     except OSError as error:
-        if io_is_link(io, path):
-            raise StoreError(f"{path} is a link; give the {what} it points to instead") from None
-        raise ConfigError(f"{path} cannot be used as a {what}: {error.strerror}") from None
-    fault = _not_ours(io, fd, path, what)
-    if fault is not None:
+        if is_link(io, path):
+            raise StoreError(f"{path} is a link; give the directory it points to") from None
+        raise ConfigError(f"{path} cannot be a {what}: {error.strerror}; choose another") from None
+    try:
+        _refuse_foreign(io.stat(fd), path, what)
+    finally:
         io.close(fd)
-        raise fault
-    return fd
+    if not io.writable(path):
+        raise ConfigError(f"{path} is not writable; choose a {what} that you may write to")
+    return True
 
 
-def io_is_link(io: FileIo, path: Path) -> bool:
+def is_link(io: FileIo, path: str | Path, *, directory: int | None = None) -> bool:
     """Whether a name is a symbolic link."""
     try:
-        return stat.S_ISLNK(io.status(path).st_mode)
+        return stat.S_ISLNK(io.status(path, directory=directory).st_mode)
     except OSError:
         return False
 
 
-def _not_ours(io: FileIo, fd: int, path: Path, what: str) -> StoreError | ConfigError | None:
-    state = io.stat(fd)
+def _refuse_parent(io: FileIo, path: Path, what: str) -> None:
+    if is_link(io, path):
+        raise StoreError(f"{path} is a link to nothing; give a directory")
+    if not io.exists(path.parent):
+        raise ConfigError(f"{path.parent} does not exist; make it, or choose another {what}")
+    if not io.writable(path.parent):
+        raise ConfigError(f"{path.parent} is not writable; choose a {what} that you may write to")
+
+
+def _refuse_foreign(state: os.stat_result, path: Path, what: str) -> None:
     if state.st_uid != os.geteuid():
-        return StoreError(f"{path} belongs to user {state.st_uid}; choose a {what} of your own")
+        raise StoreError(f"{path} belongs to user {state.st_uid}; choose a {what} of your own")
     if state.st_mode & 0o022:
-        return StoreError(f"others may write to {path}; run `chmod go-w` on it, or choose another")
-    if not os.access(path, os.W_OK | os.X_OK):
-        return ConfigError(f"{path} is not writable; choose a {what} that you may write to")
-    return None
+        raise StoreError(f"others may write to {path}; run `chmod go-w` on it or choose another")
 
 
 def _after(buffers: Sequence[Buffer], done: int) -> list[Buffer]:
