@@ -23,6 +23,7 @@ EXPLORE_EVERY = 64  # of so many refusals of a tier one is spent on measuring it
 LOAD_MEMORY = 0.8  # weight of the last transfer but one, against the last: about 5 count
 PREFILL_MEMORY = 0.95  # about 20 steps count: the engine's speed changes slowly
 SURPRISE_MAX = 4.0
+SURPRISES_MAX = 3
 TRUSTED_AFTER = 3  # measurements, before which any surprise is taken as it is
 COST_MAX_S = 3600.0  # a predicted cost above an hour is absurd, and treated as unknown
 
@@ -59,7 +60,8 @@ class CostModel:
 
     Least squares over a fading memory. An error counts relative to the cost, so a small transfer
     teaches as much as a large one. A surprise counts as SURPRISE_MAX times the expected cost at
-    most: one stall does not undo what was learnt, and lasting slowness is learnt in a few steps.
+    most, so that one stall does not undo what was learnt; SURPRISES_MAX in a row are no accident:
+    what was learnt before is forgotten.
     """
 
     def __init__(self, features: int, memory: float) -> None:
@@ -67,6 +69,7 @@ class CostModel:
         self._normal = np.zeros((features, features))
         self._moment = np.zeros(features)
         self._weights: Floats | None = None
+        self._surprises = 0
         self.observations = 0
 
     def observe(self, features: Floats, seconds: float) -> None:
@@ -77,7 +80,12 @@ class CostModel:
         if expected is None:
             expected = seconds
         elif self.observations >= TRUSTED_AFTER:
-            seconds = min(max(seconds, expected / SURPRISE_MAX), expected * SURPRISE_MAX)
+            usual = min(max(seconds, expected / SURPRISE_MAX), expected * SURPRISE_MAX)
+            self._surprises = 0 if seconds == usual else self._surprises + 1
+            if self._surprises >= SURPRISES_MAX:
+                self._normal[:], self._moment[:], self._surprises = 0.0, 0.0, 0
+                usual = expected = seconds
+            seconds = usual
         scale = 1.0 / (expected * min(seconds, expected))
         self._normal = self._memory * self._normal + scale * np.outer(features, features)
         self._moment = self._memory * self._moment + scale * seconds * features
