@@ -104,7 +104,7 @@ def place(rows: Rows, slots: Slots, slot_bytes: int, per: int) -> None:
 
 def slots_of_rows(rows: Rows, per: int) -> Slots:
     """The slot ids of rows: int64 [n]."""
-    return rows["segment"].astype(np.int64) * per + rows["index"]
+    return np.asarray(rows["segment"].astype(np.int64) * per + rows["index"])
 
 
 def seal(rows: Rows) -> None:
