@@ -1,0 +1,234 @@
+"""One mapping of shared memory for the host tier: a memfd, or a tmpfs file that outlives a crash.
+
+Memory is taken when a segment is committed, never before, so running out is an outcome of `commit`
+and not a signal (SIGBUS) in the middle of a copy. What lies in the segments is tiers/host.py's.
+"""
+
+import ctypes
+import mmap
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.tiers import arena_header
+from kvstore.tiers.arena_file import (
+    ArenaFile,
+    ArenaStart,
+    arena_path,
+    open_arena_file,
+    refuse_above,
+    remove_arena_file,
+)
+from kvstore.tiers.arena_header import (
+    BOOT_AT,
+    CLASSES_AT,
+    CLEAN_AT,
+    STORE_ID_BYTES,
+    WORD_MAX,
+    header_bytes_of,
+    open_word,
+    seal_word,
+    segments_in,
+)
+from kvstore.tiers.errors import ConfigError
+from kvstore.tiers.io import FileIo
+from kvstore.tiers.record import ALIGN
+from kvstore.tiers.slab import SLOT_BYTES_MIN
+
+SHARED_MEMORY = Path("/dev/shm")
+SEGMENT_BYTES_MIN = 1 << 20
+SEGMENT_BYTES_MAX = 64 << 20
+SEGMENTS_AIM = 32
+POPULATE_STEP_BYTES = 16 << 20  # What is still done after `close` asked to stop.
+MADV_POPULATE_WRITE = 23  # Linux 5.14; Python 3.11 has no name for it.
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def default_segment_bytes(capacity_bytes: int) -> int:
+    """A 32nd of the capacity, in 1 MiB to 64 MiB, such that whole segments fill the capacity."""
+    segments = max(SEGMENTS_AIM, -(-capacity_bytes // SEGMENT_BYTES_MAX))
+    if capacity_bytes < segments * SEGMENT_BYTES_MIN:
+        segments = max(1, capacity_bytes // (SEGMENT_BYTES_MIN + ALIGN))
+    return (capacity_bytes - header_bytes_of(segments)) // segments // ALIGN * ALIGN
+
+
+class Arena:
+    """Shared memory of at most `capacity_bytes`, header included, in segments of `segment_bytes`.
+
+    persist: False is a memfd, gone with its owner. True is a file in `directory`, mode 0600 and
+    locked while its owner lives; the next owner takes it over unless it was closed with keep=False.
+    start, was_clean, boot: what was found, whether its owner had stopped cleanly, and this owner's
+    number, 1 for the first. buffer, address, fd: the whole mapping, from the header on.
+
+    Raises ConfigError (does not fit), StoreError (not ours), StoreBusyError (another owner).
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        segment_bytes: int,
+        *,
+        store_id: bytes,
+        persist: bool,
+        directory: Path = SHARED_MEMORY,
+        io: FileIo | None = None,
+    ) -> None:
+        if len(store_id) != STORE_ID_BYTES:
+            raise ConfigError(f"a store id has {STORE_ID_BYTES} bytes; got {len(store_id)}")
+        if segment_bytes < SLOT_BYTES_MIN or segment_bytes % ALIGN:
+            raise ConfigError(
+                f"host segments of {segment_bytes} bytes are refused; use a multiple of {ALIGN}, "
+                f"at least {SLOT_BYTES_MIN}"
+            )
+        self.segments = segments_in(capacity_bytes, segment_bytes)
+        if not self.segments:
+            raise ConfigError(
+                f"host capacity of {capacity_bytes} bytes is too small for one segment; "
+                f"give at least {segment_bytes + header_bytes_of(1)}"
+            )
+        self.store_id = store_id
+        self.segment_bytes = segment_bytes
+        self.segments_at = header_bytes_of(self.segments)
+        self.file_bytes = self.segments_at + self.segments * segment_bytes
+        self.persist = persist
+        self.path = arena_path(directory, store_id)
+        self.closed = False
+        self._io = io or FileIo()
+        self._file: ArenaFile | None = None
+        self._stop = threading.Event()
+        self._populating = threading.Lock()
+        self._committed = np.zeros(self.segments, np.bool_)
+        self._open()
+
+    def classes(self) -> npt.NDArray[np.int64]:
+        """The slot_bytes of every segment, 0 for one without a class: int64 [segments]."""
+        words = self._words[CLASSES_AT // 8 :][: self.segments].tolist()
+        values = [
+            open_word(self.store_id, CLASSES_AT + 8 * at, word) for at, word in enumerate(words)
+        ]
+        return np.array(values, np.int64) * ALIGN
+
+    def set_class(self, segment: int, slot_bytes: int) -> None:
+        """Write the class of a segment into the header: one atomic store."""
+        self._put(CLASSES_AT + 8 * segment, slot_bytes // ALIGN)
+
+    def commit(self, segment: int) -> bool:
+        """Take the memory of a segment, so that no later write to it can fail.
+
+        Returns: True, or False when there is no memory left for it.
+        """
+        if not self._committed[segment]:
+            at = self.segments_at + segment * self.segment_bytes
+            try:
+                self._io.allocate(self.fd, self.segment_bytes, at)
+            except OSError:
+                return False
+            self._committed[segment] = True
+        return True
+
+    def populate(self, threads: int = 1) -> bool:
+        """Touch all pages now, in parallel, so that no save pays for it later.
+
+        Blocks, with the GIL released: call it from a thread to have it in the background. `close`
+        ends it early. Never changes a byte.
+
+        Returns: True when every page is there, False when memory ran out or the arena closed.
+        """
+        done: list[int] = []
+        with self._populating:
+            workers = [
+                threading.Thread(target=self._touch, args=(first, threads, done), daemon=True)
+                for first in range(threads)
+            ]
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
+        return sum(done) == self.segments
+
+    def close(self, keep: bool) -> None:
+        """End the ownership. keep: leave a persistent arena to the next owner, marked as clean.
+
+        Without keep its file is removed. Views that others still hold stay readable until they let
+        go of them. A second call does nothing.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        self._stop.set()
+        with self._populating:
+            if keep and self.persist:
+                self._put(CLEAN_AT, 1)
+            elif self._file is not None:
+                remove_arena_file(self._io, self.path, self._file)
+            del self._words
+            with suppress(BufferError):  # A view still looks into it: it ends with the last one.
+                self.buffer.release()
+                self._mapping.close()
+        self._close_files()
+
+    def _open(self) -> None:
+        fixed = arena_header.fixed_part(self.store_id, self.segments, self.segment_bytes)
+        if self.persist:
+            self._file = open_arena_file(self._io, self.path, fixed, self.file_bytes)
+            self.fd, self.start = self._file.fd, self._file.start
+        else:
+            refuse_above(_memory_bytes(), self.file_bytes, "this machine")
+            self.fd, self.start = self._io.memfd(self.path.stem), ArenaStart.NEW
+        try:
+            if not self.persist:
+                self._io.truncate(self.fd, self.file_bytes)
+            # The header's pages first, for the same reason as those of a segment.
+            self._io.allocate(self.fd, self.segments_at)
+            self._mapping = mmap.mmap(self.fd, self.file_bytes)
+        except OSError as error:
+            self._close_files()
+            raise ConfigError(
+                f"host capacity of {self.file_bytes} bytes cannot be mapped ({error.strerror}); "
+                "lower the host capacity"
+            ) from None
+        self._mapping.madvise(mmap.MADV_DONTDUMP)
+        self.buffer = memoryview(self._mapping)
+        self._words = np.frombuffer(self._mapping, np.uint64)
+        self.address = int(self._words.ctypes.data)
+        if self.start is not ArenaStart.TAKEN_OVER:
+            self.buffer[: len(fixed)] = fixed
+        self.was_clean = bool(self._get(CLEAN_AT))
+        self.boot = min(self._get(BOOT_AT) + 1, WORD_MAX)
+        self._put(CLEAN_AT, 0)
+        self._put(BOOT_AT, self.boot)
+
+    def _get(self, place: int) -> int:
+        return open_word(self.store_id, place, int(self._words[place // 8]))
+
+    def _put(self, place: int, value: int) -> None:
+        self._words[place // 8] = seal_word(self.store_id, place, value)
+
+    def _touch(self, first: int, stride: int, done: list[int]) -> None:
+        """Populate every stride-th segment; adds how many are complete to `done`."""
+        whole = 0
+        for segment in range(first, self.segments, stride):
+            start = self.address + self.segments_at + segment * self.segment_bytes
+            for at in range(0, self.segment_bytes, POPULATE_STEP_BYTES):
+                size = min(POPULATE_STEP_BYTES, self.segment_bytes - at)
+                if self._stop.is_set() or _libc.madvise(start + at, size, MADV_POPULATE_WRITE):
+                    done.append(whole)
+                    return
+            whole += 1
+        done.append(whole)
+
+    def _close_files(self) -> None:
+        self._io.close(self.fd)
+        if self._file is not None:
+            self._io.close(self._file.lock)
+            self._io.close(self._file.directory)
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
