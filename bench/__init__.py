@@ -1,0 +1,1 @@
+"""Measurements: each file prints what it measured, and with --json for scripts."""
