@@ -59,6 +59,11 @@ def _check(payload: Payload, offsets: Extents, lengths: Extents) -> None:
             raise ValueError(f"{name} must be a C-contiguous int64 array of one dimension")
     if offsets.shape != lengths.shape:
         raise ValueError(f"{len(offsets)} offsets do not fit {len(lengths)} lengths")
-    inside = (offsets >= 0) & (lengths >= 0) & (lengths <= len(payload) - offsets)
-    if not inside.all():
-        raise ValueError(f"run {int(np.argmin(inside))} does not lie in the payload")
+    # As uint64 a negative number is a huge one, so one comparison finds what is below 0 too.
+    size = len(payload)
+    unsigned = np.dtype(np.uint64)
+    if len(offsets) and (
+        int(offsets.view(unsigned).max()) > size
+        or bool((lengths.view(unsigned) > (size - offsets).view(unsigned)).any())
+    ):
+        raise ValueError(f"a run does not lie in the payload of {size} bytes; check the layout")
