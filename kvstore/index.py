@@ -121,10 +121,6 @@ class Index:
         alive: Mask = inside & (self.rows.generation[rows] == generations)
         return alive
 
-    def contents(self, tier: TierName, rows: Ints) -> Generations:
-        """The generations of the records in a tier's slots: uint64 [n]."""
-        return self.rows.content[self._number[tier]][rows]
-
     def lingering(self, tier: TierName) -> Longs:
         """Slots of the tier that are still read although their row has left it."""
         return self.uses.lingering(self._number[tier])
@@ -179,12 +175,11 @@ class Index:
 
     # -- entering a tier -----------------------------------------------------------------------
 
-    def publish(
+    def publish(  # noqa: PLR0917  A chain and where its bytes lie, in the order of a record.
         self,
         tier: TierName,
         space: int,
         parent: int,
-        *,
         keys: Keys,
         tokens: Ints,
         slots: Longs,
@@ -195,7 +190,8 @@ class Index:
 
         parent: the row before the first block, in the same tier, or -1. slots int64 [n];
         contents uint64 [n], the records' generations. Blocks that other saves brought meanwhile are
-        recognised; one that lies only in the other tier gets its slot here.
+        recognised. One that lies only in the other tier gets its slot here if the record is the
+        same generation (a row has one); otherwise the blocks from there on are not taken.
 
         Returns: Published, reason None, COLLISION, PARENT_GONE, or HOST_FULL (rows_max reached).
         """
@@ -206,7 +202,12 @@ class Index:
         known = self.find(space, keys, tokens, parent, media).rows
         at = len(known)
         entering = self.rows.slots[number][known] < 0
-        self._enter(number, known[entering], slots[:at][entering], contents[:at][entering])
+        other = entering & (self.rows.content[known] != contents[:at])
+        if other.any():
+            at = int(other.argmax())
+            self._enter(number, known[:at][entering[:at]], slots[:at][entering[:at]])
+            return Published(known[:at], entering[:at], SaveDrop.PARENT_GONE)
+        self._enter(number, known[entering], slots[:at][entering])
         end = at + self._count_fresh(keys[at:])
         reason = SaveDrop.COLLISION if end < len(keys) else None
         rows = self.rows.allocate(end - at)
@@ -218,7 +219,8 @@ class Index:
             if at <= place < end:
                 self.rows.media[int(rows[place - at])] = digest
                 self.rows.flags[rows[place - at]] |= MEDIA
-        self._enter(number, rows, slots[at:end], contents[at:end])
+        self.rows.content[rows] = contents[at:end]
+        self._enter(number, rows, slots[at:end])
         placed = np.concatenate([entering, np.ones(len(rows), bool)])
         return Published(np.concatenate([known, rows]), placed, reason)
 
@@ -250,22 +252,21 @@ class Index:
         self.table.insert(rows)
         self.touch(rows)
 
-    def place(self, tier: TierName, rows: Ints, slots: Longs, contents: Generations) -> Mask:
+    def place(self, tier: TierName, rows: Ints, slots: Longs) -> Mask:
         """Give findable rows, each once, a slot in a tier: what ends a write-back or a promotion.
 
-        contents uint64 [n]: the generations of the records that were copied there. A row is
-        refused if it is in the tier already, if its parent neither is nor enters with this
-        call, or if it is in no tier any more. Returns: bool [n], which slots are used.
+        The record there is a copy of the one in the other tier. A row is refused if it is in the
+        tier already, if its parent neither is nor enters with this call, or if it is in no
+        tier any more. Returns: bool [n], which slots are used.
         """
         _check_slots(slots)
         each_once(rows)
         enter = may_enter(self.rows, self._number[tier], rows)
-        self._enter(self._number[tier], rows[enter], slots[enter], contents[enter])
+        self._enter(self._number[tier], rows[enter], slots[enter])
         return enter
 
-    def _enter(self, number: int, rows: Ints, slots: Longs, contents: Generations) -> None:
+    def _enter(self, number: int, rows: Ints, slots: Longs) -> None:
         self.rows.slots[number][rows] = slots
-        self.rows.content[number][rows] = contents
         children, parents = self.rows.children[number], self.rows.parent[rows]
         children[rows] = 0
         np.add.at(children, parents[parents >= 0], 1)

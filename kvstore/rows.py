@@ -41,7 +41,7 @@ HEAD = np.dtype(
 
 
 COLUMNS = (
-    *("depth", "age", "leases", "holds", "space", "flags", "generation"),
+    *("depth", "age", "leases", "holds", "space", "flags", "generation", "content"),
     *("first_child", "next_sibling", "previous_sibling"),
 )
 
@@ -130,8 +130,7 @@ class Rows:
         self.space = np.zeros(capacity, np.uint16)
         self.flags = np.zeros(capacity, np.uint8)
         self.generation = np.zeros(capacity, np.uint32)
-        # The generation of the record in each tier's slot: a block saved twice has two.
-        self.content = (np.zeros(capacity, np.uint64), np.zeros(capacity, np.uint64))
+        self.content = np.zeros(capacity, np.uint64)  # the record's generation, in every tier
         self.first_child = np.zeros(capacity, np.int32)
         self.next_sibling = np.zeros(capacity, np.int32)
         self.previous_sibling = np.zeros(capacity, np.int32)
@@ -161,7 +160,6 @@ class Rows:
     def _grow(self, capacity: int) -> None:
         self.heads = grown(self.heads, capacity)
         self.children = (grown(self.children[0], capacity), grown(self.children[1], capacity))
-        self.content = (grown(self.content[0], capacity), grown(self.content[1], capacity))
         for name in COLUMNS:
             setattr(self, name, grown(getattr(self, name), capacity))
         self._name_columns()
