@@ -25,7 +25,7 @@ $(VENV)/ready: pyproject.toml setup.py
 	  major, minor = map(int, version("torch").split(".")[:2]); \
 	  raise SystemExit(not (2, 6) <= (major, minor) < (3, 0))' 2>/dev/null \
 	  || { echo "Installing $(TORCH): a download of 0.2 GB as a CPU build, of about 3 GB with CUDA" \
-	  && $(BIN)/python -m pip install "$(TORCH)"; }
+	  && $(BIN)/python -m pip install $(TORCH); }
 	@echo "Installing kvstore and what it needs into $(VENV)"
 	@$(BIN)/python -m pip install -q -e '.[runtime,daemon,test]'
 	@touch $@

@@ -1,0 +1,37 @@
+"""`kvstore stats`: what a store holds, what was asked of it, and why it missed."""
+
+from kvstore.cli.options import JsonOption, StoreOption
+from kvstore.cli.output import print_json, print_lines, print_table
+from kvstore.inspect import read_stats
+from kvstore.sizes import format_size
+
+
+def stats(store: StoreOption, as_json: JsonOption = False) -> None:
+    """Show room, hits and misses of a store. Only reads; the store may be in use."""
+    found = read_stats(store)
+    if as_json:
+        print_json(found.document())
+        return
+    state = "in use" if found.in_use else "not in use"
+    print_lines(f"{store}: {state}")
+    tiers = [
+        [
+            name,
+            format_size(tier.used_bytes),
+            format_size(tier.capacity_bytes),
+            str(tier.blocks),
+            _share(found.tokens_hit.get(name, 0), found.tokens_asked),
+        ]
+        for name, tier in found.tiers.items()
+    ]
+    print_table("Tiers", ["tier", "used", "capacity", "blocks", "of tokens asked"], tiers)
+    print_lines(
+        f"tokens asked: {found.tokens_asked}", f"tokens hit: {sum(found.tokens_hit.values())}"
+    )
+    misses = [[reason, str(tokens)] for reason, tokens in found.misses.items() if tokens]
+    if misses:
+        print_table("Tokens missed, by reason", ["reason", "tokens"], misses)
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"
