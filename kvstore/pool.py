@@ -6,7 +6,7 @@ layer 0, V of layer 0, K of layer 1, ...); axis 0 of each array is the page.
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,7 @@ class PagePool:
         self.pages_per_block = layout.block_tokens // page_tokens
         self.arrays = tuple(arrays)
         self.table = self._describe([view_of(array) for array in arrays])
+        self._piece_bytes = self.table.rows * self.table.row_bytes
 
     @property
     def pages(self) -> int:
@@ -96,6 +97,29 @@ class PagePool:
         if need and not (0 <= int(ids.min()) and int(ids.max()) < self.pages):
             raise LayoutError(f"a page id lies outside the pool's 0..{self.pages - 1}")
         return ids.reshape(blocks, self.pages_per_block)
+
+    def fill(
+        self,
+        pages: npt.NDArray[np.int64],
+        payloads: npt.NDArray[np.uint64],
+        first_run: int = 0,
+        last_run: int | None = None,
+        skip_pages: int = 0,
+    ) -> None:
+        """Copy payloads into pages [n, pages_per_block], for a range of runs.
+
+        skip_pages: pages of the first block that the engine holds already; they are not touched.
+        """
+        if skip_pages and len(pages):
+            for piece in range(skip_pages, self.pages_per_block):
+                table = replace(
+                    self.table,
+                    payload_offset=self.table.payload_offset + piece * self._piece_bytes,
+                )
+                scatter(table, pages[:1, piece : piece + 1], payloads[:1], first_run, last_run)
+            pages, payloads = pages[1:], payloads[1:]
+        if len(pages):
+            scatter(self.table, pages, payloads, first_run, last_run)
 
     def self_test(self, page: int | None = None) -> None:
         """Write a pattern into one page through the store's path, read it through the array, restore it.

@@ -49,8 +49,6 @@ class Space:
         pool.self_test()
         return pool
 
-    def sequence(
-        self, tokens: Any = (), media: Mapping[int, bytes] | None = None
-    ) -> TokenSequence:
+    def sequence(self, tokens: Any = (), media: Mapping[int, bytes] | None = None) -> TokenSequence:
         """One request's tokens. media: 32-byte digest of the media in a block, by block number."""
         return TokenSequence(self, tokens, media)

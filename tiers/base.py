@@ -29,6 +29,7 @@ class SaveDrop(StrEnum):
     QUEUE_FULL = "queue_full"  # saves come faster than memory can take them
     COLLISION = "collision"  # another block carries this key
     PARENT_GONE = "parent_gone"  # the block before it is not stored
+    STARTING = "starting"  # the disk's catalogue is still being read
     CLOSED = "closed"  # the store was closing
 
 

@@ -1,0 +1,187 @@
+"""A store's directory: `lock`, `store.toml` and `counters`; the disk tier's `disk0` lies beside them.
+
+store.toml is written once, atomically, when the store is made: format, store id, hash, capacity and
+segment size. What it says counts over a configuration that differs, or the store is refused.
+"""
+
+import json
+import os
+import secrets
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvstore.tiers.errors import ConfigError, StoreBusyError, StoreError
+from kvstore.tiers.io import FileIo, open_own_directory
+
+FORMAT = 1
+STORE_FILE = "store.toml"
+LOCK_FILE = "lock"
+COUNTERS_FILE = "counters"
+STORE_FILE_MAX_BYTES = 65_536
+STORE_ID_BYTES = 16
+OWN_NAMES = {STORE_FILE, LOCK_FILE, COUNTERS_FILE, "disk0"}
+LOCK_TRIES = 5
+LOCK_PAUSE_S = 0.02
+OVERHEAD_BYTES = 64 << 10  # What lock, store.toml, counters and the directories take, rounded up.
+
+
+@dataclass(frozen=True)
+class StoreFacts:
+    """What store.toml says. Sizes in bytes.
+
+    paths: the directories of the disk tier, the home first.
+    """
+
+    store_id: bytes
+    hash: str
+    disk_capacity_bytes: int
+    disk_segment_bytes: int
+    paths: tuple[Path, ...]
+
+
+class Home:
+    """The directory of a store that this process owns. `close` gives the ownership back."""
+
+    def __init__(self, path: Path, io: FileIo) -> None:
+        """Open or make the directory and take its lock.
+
+        Raises StoreBusyError when another process owns it, StoreError or ConfigError when it is not
+        a place for a store. Nothing is written to a directory that is refused.
+        """
+        self.path = path
+        self._io = io
+        self._directory = open_own_directory(io, path, "store directory")
+        self._lock_fd = -1
+        try:
+            refuse_foreign(io, path)
+            self._lock_fd = io.open(LOCK_FILE, create=True, write=True, directory=self._directory)
+            if not _lock(io, self._lock_fd):
+                raise StoreBusyError(
+                    f"{path} is in use by process {_owner(io, self._lock_fd)}; "
+                    "stop it, or read beside it with `kvstore stats`"
+                )
+            io.truncate(self._lock_fd, 0)
+            io.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def counters_path(self) -> Path:
+        """Where the counters lie."""
+        return self.path / COUNTERS_FILE
+
+    def facts(self) -> StoreFacts | None:
+        """What store.toml says, or None in a directory that is new."""
+        return read_facts(self.path, self._io)
+
+    def write_facts(self, facts: StoreFacts) -> None:
+        """Write store.toml: whole or not at all, durable when this returns."""
+        text = (
+            f"# A kvstore. Written once; do not edit.\nformat = {FORMAT}\n"
+            f'id = "{facts.store_id.hex()}"\nhash = "{facts.hash}"\n'
+            f"disk_capacity_bytes = {facts.disk_capacity_bytes}\n"
+            f"disk_segment_bytes = {facts.disk_segment_bytes}\n"
+            f"paths = {json.dumps([str(path) for path in facts.paths])}\n"
+        )
+        temporary = STORE_FILE + ".new"
+        fd = self._io.open(temporary, create=True, write=True, directory=self._directory)
+        try:
+            self._io.truncate(fd, 0)
+            self._io.pwrite(fd, text.encode(), 0)
+            self._io.fdatasync(fd)
+        finally:
+            self._io.close(fd)
+        self._io.rename(temporary, STORE_FILE, directory=self._directory)
+        self._io.fsync(self._directory)
+
+    def close(self) -> None:
+        """Give up the lock. The directory stays."""
+        for fd in (self._lock_fd, self._directory):
+            if fd >= 0:
+                self._io.close(fd)
+        self._lock_fd = self._directory = -1
+
+
+def new_store_id() -> bytes:
+    """16 random bytes."""
+    return secrets.token_bytes(STORE_ID_BYTES)
+
+
+def refuse_foreign(io: FileIo, path: Path) -> None:
+    """Raise StoreError for a directory that holds something and is not a store."""
+    names = set(io.list_names(path))
+    if STORE_FILE not in names and names - OWN_NAMES - {STORE_FILE + ".new"}:
+        raise StoreError(f"{path} holds other files and is not a store; choose an empty directory")
+
+
+def read_facts(path: Path, io: FileIo) -> StoreFacts | None:
+    """What a store's store.toml says; None where there is none. Needs no lock.
+
+    Raises StoreError for a file that is damaged, or of another format.
+    """
+    place = path / STORE_FILE
+    if not io.exists(place):
+        return None
+    fd = io.open(place)
+    try:
+        data = bytearray(min(io.size(fd), STORE_FILE_MAX_BYTES))
+        io.pread(fd, data, 0)
+    finally:
+        io.close(fd)
+    try:
+        document: dict[str, Any] = tomllib.loads(data.decode())
+        version = document["format"]
+        if version != FORMAT:
+            raise StoreError(
+                f"{path} has store format {version}, this version reads {FORMAT}; "
+                "use the kvstore that wrote it, or another directory"
+            )
+        return StoreFacts(
+            store_id=bytes.fromhex(document["id"]),
+            hash=str(document["hash"]),
+            disk_capacity_bytes=int(document["disk_capacity_bytes"]),
+            disk_segment_bytes=int(document["disk_segment_bytes"]),
+            paths=tuple(Path(p) for p in document["paths"]),
+        )
+    except (KeyError, ValueError, TypeError, UnicodeDecodeError) as error:
+        raise StoreError(f"{place} is damaged ({error}); remove the store and start anew") from None
+
+
+def require_store(path: Path, io: FileIo) -> StoreFacts:
+    """The facts of an existing store. Raises ConfigError where there is none."""
+    facts = read_facts(path, io) if io.exists(path) else None
+    if facts is None:
+        raise ConfigError(f"{path} is not a store; give the directory that was passed to --store")
+    return facts
+
+
+def owner_alive(path: Path, io: FileIo) -> bool:
+    """Whether some process owns the store in `path` now."""
+    place = path / LOCK_FILE
+    if not io.exists(place):
+        return False
+    fd = io.open(place)
+    try:
+        return not io.lock(fd)
+    finally:
+        io.close(fd)
+
+
+def _lock(io: FileIo, fd: int) -> bool:
+    # A reader that asks whether the store has an owner holds the lock for an instant.
+    for _ in range(LOCK_TRIES):
+        if io.lock(fd):
+            return True
+        time.sleep(LOCK_PAUSE_S)
+    return False
+
+
+def _owner(io: FileIo, fd: int) -> str:
+    data = bytearray(32)
+    io.pread(fd, data, 0)
+    text = bytes(data).split(b"\n")[0].decode(errors="replace").strip("\0 ")
+    return text if text.isdigit() else "?"

@@ -1,0 +1,245 @@
+"""Loading: a found prefix goes into an engine's pages, from host memory and from disk.
+
+Blocks in host memory are copied layer by layer. Blocks on disk are read in waves into host slots,
+each block once however many loads want it, verified, copied into the pages of all who wait for it,
+and kept in host memory where their parent is there too.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.placement import Placement
+from kvstore.pool import PagePool
+from kvstore.reads import Reads
+from kvstore.tiers.base import MissReason, TierName
+from kvstore.ticket import Ticket
+
+LOADER_THREADS = 4
+Longs = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """What was loaded. The pages of `tokens` tokens, from the prompt's start, are right; no others.
+
+    by_tier, bytes_by_tier: tokens and payload bytes copied, without those the engine held already.
+    reason: why the prefix is shorter than the ticket's, or None.
+    """
+
+    tokens: int
+    by_tier: Mapping[TierName, int]
+    bytes_by_tier: Mapping[TierName, int]
+    reason: MissReason | None
+    seconds: float
+
+
+class Load:
+    """A load under way. The pages may be reused only after `done`.
+
+    Made by `Ticket.load`; a loader's threads drive it.
+    """
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        pool: PagePool,
+        pages: Longs,
+        rows: npt.NDArray[np.int32],
+        skip: int,
+        partial_tokens: int,
+    ) -> None:
+        self.ticket = ticket
+        self.pool = pool
+        self.pages = pages  # of blocks skip..last-1: [n, pages_per_block]
+        self.rows = rows  # likewise
+        self.skip = skip  # blocks the engine holds wholly
+        self.skip_pages = partial_tokens // pool.page_tokens  # of block 0 of `rows`, held too
+        self.limit = len(rows)  # blocks of `rows` that are good: only ever lowered
+        self.reason: MissReason | None = None
+        self.from_disk = np.zeros(len(rows), bool)
+        self.cancelled = False
+        self.pending = 0  # blocks of this load that flights will still copy
+        self.started = time.perf_counter()
+        self._changed = threading.Condition()
+        self._layers = 0
+        self._result: LoadResult | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the pages may be reused."""
+        return self._result is not None
+
+    def wait_layer(self, layer: int, timeout_s: float | None = None) -> int:
+        """Wait until layer `layer` (in payload order) is in the pages.
+
+        Returns: tokens of the prefix that are usable; the same number for every layer.
+        Raises TimeoutError when `timeout_s` passes first.
+        """
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: self._layers > layer or self._result is not None, timeout_s
+            ):
+                raise TimeoutError(f"layer {layer} was not loaded within {timeout_s} s")
+            return self._tokens()
+
+    def result(self, timeout_s: float | None = None) -> LoadResult:
+        """Wait for the end. Raises TimeoutError when `timeout_s` passes first; the load goes on.
+
+        Returns: a LoadResult.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._result is not None, timeout_s)
+            if self._result is None:
+                raise TimeoutError(f"the load was not done within {timeout_s} s; pages are in use")
+            return self._result
+
+    def cancel(self) -> None:
+        """Start nothing more. What is under way ends; wait for `done` before reusing pages."""
+        self.cancelled = True
+
+    def _tokens(self) -> int:
+        held = self.skip * self.pool.layout.block_tokens + self.skip_pages * self.pool.page_tokens
+        return max(held, (self.skip + self.limit) * self.pool.layout.block_tokens)
+
+    def copy(self, block: int, payloads: npt.NDArray[np.uint64], runs: tuple[int, int | None]) -> None:
+        """Fill the pages of blocks `block`.. of `rows` from payloads, for a range of runs."""
+        pages = self.pages[block : block + len(payloads)]
+        skip_pages = self.skip_pages if block == 0 else 0
+        self.pool.fill(pages, payloads, runs[0], runs[1], skip_pages)
+
+    # What follows is for the loader's threads.
+
+    def cut(self, block: int, reason: MissReason) -> None:
+        """Blocks from `block` (of `rows`) on are not usable."""
+        with self._changed:
+            if block < self.limit:
+                self.limit, self.reason = block, reason
+
+    def flight_ended(self) -> None:
+        """One of the blocks that flights copy has been copied, or has failed."""
+        with self._changed:
+            self.pending -= 1
+            if self.pending == 0:
+                self._changed.notify_all()
+
+    def expect_flight(self) -> None:
+        """One more block will be copied by a flight."""
+        with self._changed:
+            self.pending += 1
+
+    def wait_flights(self) -> None:
+        """Wait until no flight has anything to copy for this load."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.pending == 0)
+
+    def layer_ready(self, layers: int) -> None:
+        """The first `layers` layers of every usable block are in the pages."""
+        with self._changed:
+            self._layers = layers
+            self._changed.notify_all()
+
+    def finish(self, result: LoadResult) -> None:
+        """Called once, at the end."""
+        with self._changed:
+            self._result = result
+            self._changed.notify_all()
+
+
+class Loader:
+    """The threads that run loads. Queue and threads are bounded."""
+
+    def __init__(self, placement: Placement, disks: ThreadPoolExecutor, load_queue: int) -> None:
+        self._placement = placement
+        self._reads = Reads(placement, disks) if placement.disk is not None else None
+        self._queue: queue.Queue[Load | None] = queue.Queue(load_queue)
+        self._threads = [
+            threading.Thread(target=self._run, name=f"kvstore-load-{n}", daemon=True)
+            for n in range(LOADER_THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, load: Load) -> bool:
+        """Queue a load whose rows are held. Returns False, and does nothing, when the queue is full."""
+        try:
+            self._queue.put_nowait(load)
+        except queue.Full:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Finish what is queued and stop."""
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        while (load := self._queue.get()) is not None:
+            try:
+                self._load(load)
+            finally:
+                self.finish(load)
+
+    def _load(self, load: Load) -> None:
+        placement = self._placement
+        with placement.lock:
+            load.limit = min(load.limit, placement.visible_prefix(load.rows))
+            if load.limit < len(load.rows):
+                load.reason = MissReason.INVALIDATED
+            slots = placement.index.slots(TierName.HOST, load.rows[: load.limit])
+        in_host = int(np.argmin(slots >= 0)) if (slots < 0).any() else len(slots)
+        if self._reads is not None and in_host < load.limit:
+            self._reads.run(load, in_host)
+        self._verify(load, slots[:in_host])
+        load.wait_flights()
+        self._copy_layers(load, slots[: min(in_host, load.limit)])
+
+    def _verify(self, load: Load, slots: Longs) -> None:
+        """Check blocks of a taken-over arena on their first read."""
+        placement = self._placement
+        unverified = placement.unverified(load.rows[: len(slots)])
+        for block in unverified.tolist():
+            fault = placement.check_host(load.ticket.sequence, load.skip + block, slots[block])
+            if fault is None:
+                placement.mark_verified(load.rows[block])
+                continue
+            load.cut(block, fault)
+            placement.drop_bad(int(load.rows[block]), TierName.HOST)
+            break
+
+    def _copy_layers(self, load: Load, slots: Longs) -> None:
+        """Host memory to pages, one layer after the other."""
+        layout = load.pool.layout
+        record = load.ticket.sequence.space.record
+        payloads = self._placement.host.payload_addresses(slots, record.header_bytes)
+        for layer, runs in enumerate(layout.layer_runs):
+            load.copy(0, payloads, runs)
+            load.layer_ready(layer + 1)
+
+    def finish(self, load: Load) -> None:
+        """End a load: give its holds back, count it, and publish its result."""
+        placement = self._placement
+        with placement.lock:
+            placement.unhold(load.rows)
+        layout = load.pool.layout
+        good = load.from_disk[: load.limit]
+        disk = int(good.sum())
+        blocks = {TierName.HOST: load.limit - disk, TierName.DISK: disk}
+        seconds = time.perf_counter() - load.started
+        result = LoadResult(
+            tokens=load._tokens(),
+            by_tier={tier: count * layout.block_tokens for tier, count in blocks.items()},
+            bytes_by_tier={tier: count * layout.payload_bytes for tier, count in blocks.items()},
+            reason=load.reason,
+            seconds=seconds,
+        )
+        placement.count_load(load.ticket.sequence, load.skip, blocks, result)
+        load.finish(result)

@@ -1,0 +1,172 @@
+"""Opening and closing the parts of a store, in an order that leaves nothing behind when one fails."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kvstore.config import Config, segment_bytes, with_defaults
+from kvstore.counters import Counters
+from kvstore.home import OVERHEAD_BYTES, Home, StoreFacts, new_store_id
+from kvstore.index import Index
+from kvstore.placement import Placement
+from kvstore.starting import Starter
+from kvstore.tiers.base import TierName
+from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.errors import ConfigError
+from kvstore.tiers.host import HostTier
+from kvstore.tiers.io import FileIo
+from kvstore.tiers.layout import Layout
+
+ROWS_EXPECTED_MAX = 1 << 20
+SLOT_TYPICAL_BYTES = 256 << 10
+
+
+@dataclass
+class Opened:
+    """The parts of a store that is open."""
+
+    config: Config
+    home: Home | None
+    counters: Counters
+    host: HostTier
+    disk: DiskTier | None
+    placement: Placement
+    starter: Starter
+
+    def set_gauges(self) -> None:
+        """Write what the tiers hold now into the counters. Under the placement's lock."""
+        index, counters = self.placement.index, self.counters
+        counters.set("host_capacity_bytes", self.host.capacity_bytes)
+        counters.set("host_used_bytes", self.host.used_bytes)
+        counters.set("host_blocks", index.blocks(TierName.HOST))
+        if self.disk is not None:
+            counters.set("disk_capacity_bytes", self.disk.capacity_bytes)
+            counters.set("disk_used_bytes", self.disk.used_bytes)
+            counters.set("disk_blocks", index.blocks(TierName.DISK))
+
+    def space_number(self, digest: bytes, layout: Layout, label: str, slot_bytes: int) -> int:
+        """The index's number of a namespace, and a row for it in every catalogue."""
+        return self.starter.space_number(digest, layout, label, slot_bytes)
+
+    def check_integrity(self) -> None:
+        """AssertionError if index and tiers disagree. Under the placement's lock."""
+        index = self.placement.index
+        index.check_integrity()
+        self.host.check_integrity()
+        tiers: list[tuple[TierName, HostTier | DiskTier]] = [(TierName.HOST, self.host)]
+        if self.disk is not None:
+            self.disk.check_integrity()
+            tiers.append((TierName.DISK, self.disk))
+        for name, tier in tiers:
+            rows = index.rows_of(tier=name)
+            slots = index.slots(name, rows)
+            assert len(np.unique(slots)) == len(slots), f"two blocks share a {name} slot"
+            assert tier.slab.is_occupied(slots).all(), f"a block lies in a free {name} slot"
+
+    def close(self) -> None:
+        """Give everything back; a persistent arena whose blocks are all on disk is removed."""
+        with self.placement.lock:
+            self.set_gauges()
+            self.counters.set("host_used_bytes", 0)
+            self.counters.set("host_blocks", 0)
+        self.host.close(keep=False)
+        if self.disk is not None:
+            self.disk.close()
+        self.counters.close()
+        if self.home is not None:
+            self.home.close()
+
+
+def open_parts(config: Config, io: FileIo) -> Opened:
+    """Open or make a store. Nothing stays open, and nothing was lost, when this raises."""
+    with ExitStack() as undo:
+        home, facts = None, None
+        if config.home is not None:
+            home = Home(config.home, io)
+            undo.callback(home.close)
+            facts = home.facts()
+            config = _settle(config, facts, io)
+            facts = facts or _new_facts(config)
+        else:
+            config = with_defaults(config, free_bytes=None)
+        counters = Counters.open(home.counters_path, io) if home else Counters.in_memory()
+        undo.callback(counters.close)
+        boot = counters.next_boot()
+        host = HostTier(
+            config.host_capacity_bytes,
+            segment_bytes(config.host_capacity_bytes),
+            store_id=facts.store_id if facts else new_store_id(),
+            persist=config.persist,
+            directory=config.arena_directory,
+            io=io,
+        )
+        undo.callback(host.close, keep=True)
+        disk = None
+        if home is not None and facts is not None:
+            disk = open_disk(config, facts, io)
+            undo.callback(disk.close)
+            if home.facts() != facts:
+                home.write_facts(facts)
+        tiers = (TierName.HOST, TierName.DISK) if disk else (TierName.HOST,)
+        rows = (config.host_capacity_bytes + config.disk_capacity_bytes) // SLOT_TYPICAL_BYTES
+        index = Index(tiers, rows_expected=min(max(rows, 1024), ROWS_EXPECTED_MAX))
+        placement = Placement(index, host, disk, counters, boot)
+        undo.pop_all()
+        return Opened(config, home, counters, host, disk, placement, Starter(placement))
+
+
+def open_disk(config: Config, facts: StoreFacts, io: FileIo) -> DiskTier:
+    """The disk tier over the store's paths: disk0 in the home, disk1.. in the other paths."""
+    return DiskTier(
+        [path / f"disk{number}" for number, path in enumerate(facts.paths)],
+        facts.disk_capacity_bytes - OVERHEAD_BYTES,
+        facts.disk_segment_bytes,
+        store_id=facts.store_id,
+        io=io,
+        direct=config.direct,
+    )
+
+
+def _settle(config: Config, facts: StoreFacts | None, io: FileIo) -> Config:
+    """The configuration of this very store: what store.toml says, or the defaults of a new one."""
+    assert config.home is not None
+    if facts is None:
+        free = io.free_bytes(config.home)
+        config = with_defaults(config, free_bytes=free)
+        if config.disk_capacity_bytes > free:
+            raise ConfigError(
+                f"disk capacity {config.disk_capacity_bytes} is more than the {free} bytes free "
+                f"at {config.home}; lower it or free some space"
+            )
+        return config
+    if config.hash != facts.hash:
+        raise ConfigError(
+            f"the store in {config.home} was made with hash={facts.hash}; open it with that, "
+            "or use another directory"
+        )
+    paths = tuple(path.resolve() for path in config.disk_paths)
+    if len(paths) > 1 and paths != facts.paths:
+        listed = ", ".join(str(path) for path in facts.paths)
+        raise ConfigError(f"the store in {config.home} lies on {listed}; give these paths")
+    wanted = config.disk_capacity_bytes
+    if wanted and wanted != facts.disk_capacity_bytes:
+        raise ConfigError(
+            f"the store in {config.home} was made for {facts.disk_capacity_bytes} bytes on disk; "
+            "open it with that capacity, or with none"
+        )
+    config = replace(
+        config, disk_paths=facts.paths, disk_capacity_bytes=facts.disk_capacity_bytes
+    )
+    return with_defaults(config, free_bytes=None)
+
+
+def _new_facts(config: Config) -> StoreFacts:
+    paths = tuple(path.resolve() for path in config.disk_paths)
+    return StoreFacts(
+        store_id=new_store_id(),
+        hash=config.hash,
+        disk_capacity_bytes=config.disk_capacity_bytes,
+        disk_segment_bytes=segment_bytes(config.disk_capacity_bytes // len(paths)),
+        paths=paths,
+    )

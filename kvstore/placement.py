@@ -1,0 +1,336 @@
+"""Where blocks lie and which must go: the one lock of a store, and what happens under it.
+
+Saves, loads and write-back call this; copies and reads are made by them, without the lock. Nothing
+here waits for a disk.
+"""
+
+import itertools
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.counters import Counters
+from kvstore.eviction import Evictor
+from kvstore.hashing.checksum import verify_runs
+from kvstore.index import Index, Left
+from kvstore.rows import VERIFIED, Ints, Longs
+from kvstore.sequence import Sequence
+from kvstore.tiers.base import MissReason, SaveDrop, TierName
+from kvstore.tiers.host import HostTier
+from kvstore.tiers.record import HeaderFault
+
+if TYPE_CHECKING:
+    from kvstore.tiers.disk import DiskTier
+    from kvstore.loading import LoadResult
+
+READ_TRIES = 2
+NO_ROWS = np.zeros(0, np.int32)
+NO_MEDIA = bytes(32)
+
+
+@dataclass
+class SavePlan:
+    """Blocks first..last-1 of a chain are to be copied into `slots`.
+
+    anchor: the row before them, held until publish_save; -1 for none.
+    generations: uint64, of the records.  present: blocks before `first` that are there already.
+    drop: why blocks from `last` on are not saved, or None.
+    """
+
+    first: int
+    last: int
+    anchor: int
+    slots: Longs
+    generations: npt.NDArray[np.uint64]
+    present: int
+    drop: SaveDrop | None
+
+
+class Placement:
+    """The index and the two tiers under one lock. Methods that change them take the lock."""
+
+    def __init__(
+        self, index: Index, host: HostTier, disk: "DiskTier | None", counters: Counters, boot: int
+    ) -> None:
+        self.lock = threading.RLock()
+        self.index = index
+        self.host = host
+        self.disk = disk
+        self.counters = counters
+        self.started = threading.Event()  # the disk's rows are in the index
+        self.dirty_changed = threading.Condition(self.lock)
+        self.dirty: list[tuple[int, int]] = []  # (row, generation) to write to disk, root first
+        self._evict_host = Evictor(index, TierName.HOST)
+        self._generation = itertools.count(boot << 32)
+
+    # --- lookups
+
+    def visible_prefix(self, rows: Ints) -> int:
+        """How many leading rows are still in some tier."""
+        inside = self.index.slots(TierName.HOST, rows) >= 0
+        if self.disk is not None:
+            inside |= self.index.slots(TierName.DISK, rows) >= 0
+        return len(rows) if inside.all() else int(inside.argmin())
+
+    def is_tail(self, tail: tuple[int, int] | None) -> bool:
+        """Whether a saved block is still in host memory, so that the next can follow it."""
+        if tail is None:
+            return False
+        row = np.array([tail[0]], np.int32)
+        same = bool(self.index.generations(row)[0] == tail[1])
+        return same and bool(self.index.slots(TierName.HOST, row)[0] >= 0)
+
+    # --- saving
+
+    def plan_save(
+        self, sequence: Sequence, keys: npt.NDArray[np.uint8], first: int, last: int
+    ) -> SavePlan:
+        """Find what of blocks first..last-1 host memory lacks, and take slots for it."""
+        none = np.zeros(0, np.int64), np.zeros(0, np.uint64)
+        if not self.started.is_set():
+            return SavePlan(first, first, -1, *none, 0, SaveDrop.STARTING)
+        parent = -1
+        if first:
+            if not self.is_tail(sequence.tail):
+                return SavePlan(first, first, -1, *none, 0, SaveDrop.PARENT_GONE)
+            assert sequence.tail is not None
+            parent = sequence.tail[0]
+        space, tokens = sequence.space, sequence.block_tokens(first, last)
+        found = self.index.find(
+            space.number, keys[first:last], tokens, parent, media_of(sequence, first, last)
+        )
+        self.index.touch(found.rows)
+        present, drop = found.blocks[TierName.HOST], None
+        if found.reason is MissReason.COLLISION:
+            last, drop = first + len(found.rows), SaveDrop.COLLISION
+        anchor = int(found.rows[present - 1]) if present else parent
+        if anchor >= 0:
+            self.index.hold(np.array([anchor], np.int32))
+            self._note_tail(sequence, first + present, anchor)
+        start = first + present
+        slots = self.host_slots(space.record.slot_bytes, last - start)
+        if len(slots) < last - start:
+            last, drop = start + len(slots), SaveDrop.HOST_FULL
+        generations = self.new_generations(len(slots))
+        known = found.rows[present : present + len(slots)]
+        # A block that lies on disk keeps its record's generation, or the disk's copy would not match.
+        generations[: len(known)] = self.index.rows.content[known]
+        return SavePlan(start, last, anchor, slots, generations, present, drop)
+
+    def publish_save(self, sequence: Sequence, keys: npt.NDArray[np.uint8], plan: SavePlan) -> int:
+        """Make copied blocks findable. Returns how many of the plan's blocks are stored now."""
+        stored = 0
+        if len(plan.slots):
+            published = self.index.publish(
+                TierName.HOST,
+                sequence.space.number,
+                plan.anchor,
+                keys[plan.first : plan.last],
+                sequence.block_tokens(plan.first, plan.last),
+                plan.slots,
+                plan.generations,
+                media_of(sequence, plan.first, plan.last),
+            )
+            stored = len(published.rows)
+            used = np.zeros(len(plan.slots), bool)
+            used[:stored] = published.placed
+            self.release_host_slots(plan.slots[~used])
+            if stored:
+                self._entered_host(published.rows)
+                self._note_tail(sequence, plan.first + stored, int(published.rows[-1]))
+            if published.reason is not None:
+                plan.drop = published.reason
+        if plan.anchor >= 0:
+            self.unhold(np.array([plan.anchor], np.int32))
+        return stored
+
+    def new_generations(self, count: int) -> npt.NDArray[np.uint64]:
+        """Numbers that no record of this store ever had: uint64 [count]."""
+        return np.fromiter(itertools.islice(self._generation, count), np.uint64, count)
+
+    def _note_tail(self, sequence: Sequence, blocks: int, row: int) -> None:
+        sequence.saved_blocks = blocks
+        generation = self.index.generations(np.array([row], np.int32))[0]
+        sequence.tail = (row, int(generation))
+
+    def _entered_host(self, rows: Ints) -> None:
+        """Rows came into host memory with checked bytes; those not on disk are dirty now."""
+        self.index.rows.flags[rows] |= VERIFIED
+        if self.disk is not None:
+            self.mark_dirty(rows[self.index.slots(TierName.DISK, rows) < 0])
+
+    def mark_dirty(self, rows: Ints) -> None:
+        """Queue rows, root first, for write-back."""
+        if len(rows):
+            generations = self.index.generations(rows).tolist()
+            self.dirty.extend(zip(rows.tolist(), generations, strict=True))
+            self.dirty_changed.notify_all()
+
+    # --- slots of host memory
+
+    def host_slots(self, slot_bytes: int, count: int) -> Longs:
+        """Up to `count` host slots; blocks colder than these give way, leaf-first, if they are on disk.
+
+        Without a disk tier any block may go. Never waits. Fewer slots mean host memory is full.
+        """
+        slots = self.host.reserve(slot_bytes, count)
+        while len(slots) < count:
+            if not self._make_host_room(slot_bytes, count - len(slots)):
+                break
+            more = self.host.reserve(slot_bytes, count - len(slots))
+            slots = np.concatenate([slots, more])
+        return slots
+
+    def _make_host_room(self, slot_bytes: int, count: int) -> bool:
+        """Evict blocks of this slot size, or take a segment from another size. Returns success."""
+        clean = self.disk is not None
+        rows = self._evict_host.coldest(count, slot_bytes=slot_bytes, clean_only=clean)
+        left = self.index.clear(TierName.HOST, rows)
+        if len(left.rows):
+            self.counters.add("evicted_blocks.host", len(left.rows))
+            self.release_host_slots(left.free_slots)
+            return True
+        return self._steal_host_segment(slot_bytes)
+
+    def _steal_host_segment(self, slot_bytes: int) -> bool:
+        """Give the coldest segment of another size to this one; its blocks leave with their descendants."""
+        slab = self.host.slab
+        segment = self._evict_host.coldest_segment(
+            slab, slot_bytes, clean_only=self.disk is not None
+        )
+        if segment is None:
+            return False
+        first = segment * slab.slots_per_segment_max
+        rows = self.index.rows_in_slots(TierName.HOST, first, first + slab.slots_per_segment_max)
+        left = self.index.drop_subtree(rows, TierName.HOST)
+        self.counters.add("evicted_blocks.host", len(left.rows))
+        self.release_host_slots(left.free_slots)
+        if len(slab.slots_of(segment)):
+            return False
+        self.host.reassign(segment, slot_bytes)
+        return True
+
+    def release_host_slots(self, slots: Longs) -> None:
+        """Give host slots back."""
+        if len(slots):
+            self.host.release(slots)
+
+    # --- leaving, and being used
+
+    def unhold(self, rows: Ints) -> None:
+        """End holds; slots whose block left meanwhile are freed now."""
+        self._free(self.index.unhold(rows))
+
+    def unlease(self, rows: Ints) -> None:
+        """End leases; likewise."""
+        self._free(self.index.unlease(rows))
+
+    def _free(self, slots: dict[TierName, Longs]) -> None:
+        if TierName.HOST in slots:
+            self.release_host_slots(slots[TierName.HOST])
+        if TierName.DISK in slots and self.disk is not None:
+            self.disk.remove(slots[TierName.DISK])
+
+    def drop_bad(self, row: int, tier: TierName) -> None:
+        """A stored block failed its check: it leaves the tier with its descendants, so a save heals it."""
+        with self.lock:
+            self.counters.add(f"bad_blocks.{tier}")
+            rows = np.array([row], np.int32)
+            self.left(tier, self.index.drop_subtree(rows, tier, MissReason.EVICTED))
+
+    def left(self, tier: TierName, left: Left) -> None:
+        """Blocks left a tier: free their slots; what host memory alone has now is dirty again."""
+        if tier is TierName.HOST:
+            self.release_host_slots(left.free_slots)
+            return
+        if self.disk is not None and len(left.free_slots):
+            self.disk.remove(left.free_slots)
+        only_host = left.rows[self.index.slots(TierName.HOST, left.rows) >= 0]
+        order = np.argsort(self.index.rows.depth[only_host], kind="stable")
+        self.mark_dirty(only_host[order])
+
+    # --- reading
+
+    def unverified(self, rows: Ints) -> Longs:
+        """Which of the rows lie in host memory as a former owner left them: places in `rows`."""
+        return np.flatnonzero((self.index.rows.flags[rows] & VERIFIED) == 0)
+
+    def mark_verified(self, row: int) -> None:
+        """A block of a taken-over arena passed its check."""
+        with self.lock:
+            self.index.rows.flags[row] |= VERIFIED
+
+    def read_block(
+        self, sequence: Sequence, block: int, row: int, disk_slot: int, host_slot: int
+    ) -> MissReason | None:
+        """Read a record from disk into a host slot and check it. Retries a failed read once."""
+        assert self.disk is not None
+        view = self.host.record_view(host_slot, sequence.space.record.slot_bytes)
+        for _ in range(READ_TRIES):
+            if self.disk.read_into(disk_slot, view) is None:
+                return self._check(sequence, block, row, np.frombuffer(view, np.uint8))
+        return MissReason.IO_ERROR
+
+    def check_host(self, sequence: Sequence, block: int, row: int, slot: int) -> MissReason | None:
+        """Check a record that lies in a host slot."""
+        view = self.host.record_view(slot, sequence.space.record.slot_bytes)
+        return self._check(sequence, block, row, np.frombuffer(view, np.uint8))
+
+    def _check(
+        self, sequence: Sequence, block: int, row: int, bytes_: npt.NDArray[np.uint8]
+    ) -> MissReason | None:
+        """Header, identity against the sequence's own tokens, and every run."""
+        space = sequence.space
+        record = space.record
+        header = bytes_[: record.header_bytes]
+        fault = record.check_header(header) or record.check_identity(
+            header,
+            namespace=space.digest,
+            key=sequence.keys[block].tobytes(),
+            parent=sequence.parent_key(block),
+            generation=int(self.index.rows.content[row]),
+            tokens=sequence.block_tokens(block, block + 1)[0],
+        )
+        if fault is HeaderFault.CHECKSUM:
+            return MissReason.CHECKSUM
+        if fault is not None or header[96:128].tobytes() != sequence.media.get(block, NO_MEDIA):
+            return MissReason.HEADER
+        payload = bytes_[record.header_bytes : record.header_bytes + record.payload_bytes]
+        layout = space.layout
+        sums = record.checksums(header[None])[0]
+        if verify_runs(payload, layout.run_offsets, layout.run_lengths, sums) >= 0:
+            return MissReason.CHECKSUM
+        return None
+
+    def publish_reads(self, rows: Ints, slots: Longs, good: npt.NDArray[np.bool_]) -> None:
+        """Blocks read from disk stay in host memory where their parent is there; slots of others go back."""
+        kept = np.zeros(len(rows), bool)
+        kept[good] = self.index.place(TierName.HOST, rows[good], slots[good])
+        self._entered_host(rows[kept])
+        self.release_host_slots(slots[~kept])
+
+    def count_load(
+        self, sequence: Sequence, skip: int, blocks: dict[TierName, int], result: "LoadResult"
+    ) -> None:
+        """Count a finished load. A block of a request is a hit once, however often it was loaded."""
+        block_tokens = sequence.space.layout.block_tokens
+        end = skip + sum(blocks.values())
+        with self.lock:
+            new = max(0, end - max(skip, sequence.hit_blocks))
+            sequence.hit_blocks = max(sequence.hit_blocks, end)
+        disk = min(new, blocks[TierName.DISK])
+        self.counters.add("loads")
+        self.counters.add("tokens_hit.disk", disk * block_tokens)
+        self.counters.add("tokens_hit.host", (new - disk) * block_tokens)
+        for tier, size in result.bytes_by_tier.items():
+            self.counters.add(f"loaded_bytes.{tier}", size)
+
+
+def media_of(sequence: Sequence, first: int, last: int) -> dict[int, bytes] | None:
+    """Media digests of blocks first..last-1, by their place from `first`; None for none."""
+    if not sequence.media:
+        return None
+    return {b - first: digest for b, digest in sequence.media.items() if first <= b < last}

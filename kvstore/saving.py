@@ -1,0 +1,216 @@
+"""Saving: full blocks go from an engine's pages into host memory, asynchronously and root-first.
+
+One thread does all saves in the order they were asked, so two requests that computed the same
+prefix never write it twice, and a block's parent is always there before the block.
+"""
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.cuda.copy import gather
+from kvstore.placement import Placement
+from kvstore.pool import PagePool
+from kvstore.sequence import Sequence
+from kvstore.tiers.base import SaveDrop
+
+CHUNK_BLOCKS = 64
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """What became of a save, in blocks: every block asked for is under exactly one of the three."""
+
+    saved: int
+    present: int
+    dropped: Mapping[SaveDrop, int]
+    seconds: float
+
+
+class Save:
+    """A save under way. Its pages may be reused only after `done`."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._result = SaveResult(0, 0, {}, 0.0)
+
+    @property
+    def done(self) -> bool:
+        """Whether the pages may be reused."""
+        return self._done.is_set()
+
+    def result(self, timeout_s: float | None = None) -> SaveResult:
+        """Wait for the end. Raises TimeoutError when `timeout_s` passes first; the save goes on.
+
+        Returns: a SaveResult.
+        """
+        if not self._done.wait(timeout_s):
+            raise TimeoutError(f"the save was not done within {timeout_s} s; its pages are in use")
+        return self._result
+
+    def finish(self, result: SaveResult) -> None:
+        """Called once, by the saver."""
+        self._result = result
+        self._done.set()
+
+
+@dataclass
+class Job:
+    """Blocks first..last-1 of a sequence, from these pages."""
+
+    sequence: Sequence
+    pool: PagePool
+    pages: npt.NDArray[np.int64]
+    keys: npt.NDArray[np.uint8]
+    first: int
+    last: int
+    save: Save
+    saved: int = 0
+    present: int = 0
+    dropped: Counter[SaveDrop] = field(default_factory=Counter)
+
+
+class Saver:
+    """The thread that copies pages into host memory."""
+
+    def __init__(self, placement: Placement, queue_blocks: int) -> None:
+        self._placement = placement
+        self._queue_blocks = queue_blocks
+        self._jobs: deque[Job] = deque()
+        self._waiting_blocks = 0
+        self._busy = False
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="kvstore-save", daemon=True)
+        self._thread.start()
+
+    def submit(self, sequence: Sequence, pool: PagePool, pages: npt.NDArray[np.int64]) -> Save:
+        """Queue the blocks of `pages` ([blocks, pages_per_block]); never waits.
+
+        A full queue drops the blocks and counts them.
+        """
+        save = Save()
+        first, last = sequence.saved_blocks, len(pages)
+        job = Job(sequence, pool, pages, sequence.keys, first, last, save)
+        with self._changed:
+            blocks = max(0, last - first)
+            drop = None
+            if self._closed:
+                drop = SaveDrop.CLOSED
+            elif self._waiting_blocks + blocks > self._queue_blocks:
+                drop = SaveDrop.QUEUE_FULL
+            if drop is None and blocks:
+                self._jobs.append(job)
+                self._waiting_blocks += blocks
+                self._changed.notify_all()
+                return save
+        if drop is not None:
+            job.dropped[drop] += blocks
+        self._finish(job, 0.0)
+        return save
+
+    def drain(self) -> None:
+        """Wait until every save asked for so far is done."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._jobs and not self._busy)
+
+    def close(self) -> None:
+        """Finish what is queued and stop."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._closed)
+                if not self._jobs:
+                    return
+                job = self._jobs.popleft()
+                self._busy = True
+            started = time.perf_counter()
+            try:
+                self._save(job)
+            finally:
+                self._finish(job, time.perf_counter() - started)
+                with self._changed:
+                    self._busy = False
+                    self._waiting_blocks -= job.last - job.first
+                    self._changed.notify_all()
+
+    def _save(self, job: Job) -> None:
+        placement, sequence = self._placement, job.sequence
+        with placement.lock:
+            at = sequence.saved_blocks
+            if at and not placement.is_tail(sequence.tail):
+                at = 0  # An ancestor left host memory since: the whole table is at hand, save it again.
+        while at < job.last:
+            end = min(at + CHUNK_BLOCKS, job.last)
+            if not self._save_chunk(job, at, end):
+                break
+            at = end
+
+    def _save_chunk(self, job: Job, first: int, last: int) -> bool:
+        """Save blocks first..last-1. Returns whether the blocks after them can follow."""
+        placement, sequence = self._placement, job.sequence
+        with placement.lock:
+            plan = placement.plan_save(sequence, job.keys, first, last)
+        job.present += plan.present
+        todo = plan.last - plan.first
+        if todo:
+            headers = self._copy(job, plan.first, plan.last, plan.slots, plan.generations)
+            placement.host.publish(plan.slots, headers)
+        with placement.lock:
+            saved = placement.publish_save(sequence, job.keys, plan)
+        job.saved += saved
+        missing = last - plan.last + (todo - saved)
+        if missing:
+            job.dropped[plan.drop or SaveDrop.PARENT_GONE] += last - plan.last + (todo - saved)
+            job.dropped[plan.drop or SaveDrop.HOST_FULL] += job.last - last
+        return not missing
+
+    def _copy(
+        self,
+        job: Job,
+        first: int,
+        last: int,
+        slots: npt.NDArray[np.int64],
+        generations: npt.NDArray[np.uint64],
+    ) -> npt.NDArray[np.uint8]:
+        """Copy pages into the slots' payloads and return the sealed headers."""
+        space = job.sequence.space
+        record, keys = space.record, job.keys
+        parents = np.empty((last - first, 16), np.uint8)
+        parents[0] = np.frombuffer(space.root, np.uint8) if first == 0 else keys[first - 1]
+        parents[1:] = keys[first : last - 1]
+        headers = record.build(
+            keys=keys[first:last],
+            parents=parents,
+            namespace=space.digest,
+            first_depth=first,
+            first_generation=0,
+            tokens=job.sequence.block_tokens(first, last),
+            created_s=int(time.time()),
+        )
+        record.fixed(headers)["generation"] = generations
+        sums = np.empty((last - first, record.runs), np.uint64)
+        payloads = self._placement.host.payload_addresses(slots, record.header_bytes)
+        gather(job.pool.table, job.pages[first:last], payloads, sums)
+        record.checksums(headers)[:] = sums
+        record.seal(headers)
+        return headers
+
+    def _finish(self, job: Job, seconds: float) -> None:
+        counters = self._placement.counters
+        counters.add("saved_blocks", job.saved)
+        counters.add("saved_bytes", job.saved * job.sequence.space.layout.payload_bytes)
+        counters.add(f"save_drops.{SaveDrop.PRESENT}", job.present)
+        for reason, blocks in job.dropped.items():
+            counters.add(f"save_drops.{reason}", blocks)
+        job.save.finish(SaveResult(job.saved, job.present, dict(job.dropped), seconds))

@@ -1,0 +1,298 @@
+"""The store. Read this class from the top: it is the life of a request.
+
+lookup -> load (host memory and disk into the engine's pages) -> [the engine computes the rest]
+-> save (full blocks into host memory) -> write-back to disk, in the background.
+"""
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvstore.config import Config, load_config
+from kvstore.counters import summary
+from kvstore.hashing.chain import ChainFunction, chain_function
+from kvstore.identity import Identity
+from kvstore.loading import Load, Loader, LoadResult
+from kvstore.opening import Opened, open_parts
+from kvstore.pool import PagePool
+from kvstore.saving import Save, Saver
+from kvstore.sequence import Sequence
+from kvstore.space import Space
+from kvstore.ticket import Lease, Leases, Ticket
+from kvstore.tiers.base import MissReason, SaveDrop, TierName
+from kvstore.tiers.errors import ClosedError, LayoutError
+from kvstore.tiers.io import FileIo
+from kvstore.tiers.layout import Layout
+from kvstore.writeback import Writer
+
+SAVE_DROPS = SaveDrop
+
+
+def open(
+    source: str | Path | None = None, *, wait: bool = True, io: FileIo | None = None, **settings: Any
+) -> "Store":
+    """Open a store, making it where there is none; this process owns it until `close`.
+
+    source: a TOML file, or the directory of a store, or nothing where `disk=` or `host=` say all.
+    settings: host="4GiB", disk=["/var/cache/kv"], disk_capacity="100GiB", persist=False, ...: see
+      kvstore.config.Config. Without any disk path the store is host memory alone.
+    wait: return when everything stored before can be found; else at once, and lookups answer
+      Miss(starting) meanwhile.
+    Raises ConfigError, StoreError or StoreBusyError, each with one sentence that says what to do.
+    """
+    return Store(load_config(source, **settings), io=io, wait=wait)
+
+
+class Store:
+    """A tiered store of KV blocks: host memory and disk. Thread-safe; a sequence belongs to one thread."""
+
+    def __init__(self, config: Config, *, io: FileIo | None = None, wait: bool = True) -> None:
+        parts: Opened = open_parts(config, io or FileIo())
+        self.config = parts.config
+        self._parts = parts
+        self._placement = parts.placement
+        self._counters = parts.counters
+        self._leases = Leases(config.lease_s)
+        self._spaces: dict[bytes, Space] = {}
+        self._closed = False
+        self._disks = ThreadPoolExecutor(config.io_threads, "kvstore-disk")
+        self._saver = Saver(parts.placement, config.save_queue_blocks)
+        self._loader = Loader(parts.placement, self._disks, config.load_queue)
+        self._writer = Writer(parts.placement, self._disks, self.config) if parts.disk else None
+        self._starter = threading.Thread(target=parts.starter.start, name="kvstore-start", daemon=True)
+        self._starter.start()
+        if wait:
+            self._starter.join()
+
+    # --- a namespace
+
+    def namespace(
+        self,
+        layout: Layout,
+        *,
+        model: str,
+        tenant: str = "",
+        salt: bytes = b"",
+        adapter: str = "",
+        shards: int = 1,
+        attributes: Mapping[str, str] | None = None,
+        chain: ChainFunction | None = None,
+    ) -> Space:
+        """Blocks of one model in one layout for one tenant: see kvstore.identity.Identity.
+
+        chain: another way to make keys, for tests that force collisions.
+        Raises LayoutError for what cannot be stored, or is too large for a tier's segments.
+        """
+        self._refuse_closed()
+        layout.refuse_unstorable()
+        identity = Identity(
+            model=model,
+            layout=layout,
+            hash=self.config.hash,
+            tenant=tenant,
+            salt=salt,
+            adapter=adapter,
+            shards=shards,
+            attributes=dict(attributes or {}),
+        )
+        with self._placement.lock:
+            digest = identity.digest()
+            if digest in self._spaces and chain is None:
+                return self._spaces[digest]
+            space = Space(self, identity, -1, chain or chain_function(self.config.hash))
+            self._refuse_too_large(space.record.slot_bytes)
+            space.number = self._parts.space_number(
+                digest, layout, space.label, space.record.slot_bytes
+            )
+            self._spaces[digest] = space
+            return space
+
+    def _refuse_too_large(self, slot_bytes: int) -> None:
+        placement = self._placement
+        if not placement.host.fits(slot_bytes):
+            raise LayoutError(
+                f"a block takes {slot_bytes} bytes, more than a segment of host memory; "
+                f"give the host tier at least {slot_bytes * 32} bytes or lower block_tokens"
+            )
+        if placement.disk is not None and not placement.disk.fits(slot_bytes):
+            raise LayoutError(
+                f"a block takes {slot_bytes} bytes, more than a segment on disk; "
+                f"give the disk tier at least {slot_bytes * 32} bytes or lower block_tokens"
+            )
+
+    # --- the life of a request
+
+    def lookup(self, sequence: Sequence, skip_tokens: int = 0) -> Ticket:
+        """Find the longest stored prefix and lease it. Copies nothing. Next: load.
+
+        It stops one token short of the sequence: the last token is always computed.
+        """
+        self._refuse_closed()
+        placement = self._placement
+        block_tokens = sequence.space.layout.block_tokens
+        usable = max(0, (sequence.length - 1) // block_tokens)
+        with placement.lock:
+            self._expire()
+            rows, in_host, reason = self._find(sequence, usable)
+            leased = rows[[in_host - 1, -1]] if 0 < in_host < len(rows) else rows[-1:]
+            placement.index.lease(leased)
+            lease = self._leases.add(leased) if len(rows) else Lease(leased, live=False)
+            generations = placement.index.generations(rows)
+        misses = self._count_lookup(sequence, len(rows), usable, skip_tokens, reason)
+        by_tier = {
+            TierName.HOST: in_host * block_tokens,
+            TierName.DISK: (len(rows) - in_host) * block_tokens,
+        }
+        return Ticket(self, sequence, rows, generations, by_tier, misses, skip_tokens, lease)
+
+    def _find(
+        self, sequence: Sequence, usable: int
+    ) -> tuple[np.ndarray[Any, np.dtype[np.int32]], int, MissReason]:
+        index = self._placement.index
+        if not self._placement.started.is_set():
+            return np.zeros(0, np.int32), 0, MissReason.STARTING
+        found = index.find(
+            sequence.space.number,
+            sequence.keys[:usable],
+            sequence.block_tokens(0, usable),
+            media=sequence.media or None,
+        )
+        index.touch(found.rows)
+        return found.rows, found.blocks[TierName.HOST], found.reason or MissReason.ABSENT
+
+    def _count_lookup(
+        self, sequence: Sequence, found: int, usable: int, skip_tokens: int, reason: MissReason
+    ) -> dict[MissReason, int]:
+        """Count each block of a request once, whatever is asked again."""
+        size, counters = sequence.space.layout.block_tokens, self._counters
+        device = min(usable, skip_tokens // size)
+        counters.add("lookups")
+        counters.add("tokens_asked", max(0, usable - sequence.asked_blocks) * size)
+        missed = usable - max(found, device, sequence.asked_blocks)
+        counters.add(f"misses.{reason}", max(0, missed) * size)
+        counters.add("tokens_hit.device", max(0, device - sequence.hit_blocks) * size)
+        sequence.hit_blocks = max(sequence.hit_blocks, device)
+        sequence.asked_blocks = max(sequence.asked_blocks, usable)
+        return {reason: (usable - found) * size} if usable > found else {}
+
+    def load(
+        self,
+        ticket: Ticket,
+        pool: PagePool,
+        page_ids: Any,
+        skip_tokens: int | None = None,
+        stop_tokens: int | None = None,
+    ) -> Load:
+        """Copy a ticket's blocks into the engine's pages. Leases become holds. Next: save."""
+        self._refuse_closed()
+        placement, sequence = self._placement, ticket.sequence
+        self._refuse_other_pool(sequence, pool)
+        size = sequence.space.layout.block_tokens
+        skip = ticket.skip_tokens if skip_tokens is None else skip_tokens
+        stop = ticket.tokens if stop_tokens is None else min(stop_tokens, ticket.tokens)
+        first, last = min(skip, stop) // size, stop // size
+        pages = pool.block_pages(page_ids, last)[first:]
+        partial = skip % size if skip < stop else 0
+        with placement.lock:
+            self._expire()
+            expired = ticket.blocks > 0 and not ticket.lease.live
+            rows = ticket.rows[first:last]
+            alive = placement.index.alive(rows, ticket.generations[first:last])
+            good = 0 if expired else len(rows) if alive.all() else int(alive.argmin())
+            load = Load(ticket, pool, pages[:good], rows[:good], first, partial)
+            if good < len(rows):
+                load.reason = MissReason.EXPIRED if expired else MissReason.INVALIDATED
+            placement.index.hold(load.rows)
+            self._end_lease(ticket.lease)
+        if not self._loader.submit(load):
+            load.cancel()
+            load.cut(0, MissReason.TIMEOUT)
+            self._loader.finish(load)
+        return load
+
+    def release(self, ticket: Ticket) -> None:
+        """Give a ticket's leases back."""
+        with self._placement.lock:
+            self._end_lease(ticket.lease)
+
+    def save(self, sequence: Sequence, pool: PagePool, page_ids: Any) -> Save:
+        """Copy new full blocks from the engine's pages into host memory, asynchronously."""
+        self._refuse_closed()
+        self._refuse_other_pool(sequence, pool)
+        return self._saver.submit(sequence, pool, pool.block_pages(page_ids, sequence.blocks))
+
+    # --- the store itself
+
+    def flush(self) -> None:
+        """Wait until what was saved so far is durable on disk, as far as the disk tier takes it."""
+        self._refuse_closed()
+        self._saver.drain()
+        if self._writer is not None:
+            self._writer.flush()
+
+    def stats(self) -> dict[str, Any]:
+        """Hits, misses and occupancy: the shape of `kvstore stats --json`."""
+        self._refuse_closed()
+        with self._placement.lock:
+            self._parts.set_gauges()
+        return summary(self._counters.all())
+
+    def counters(self) -> dict[str, int]:
+        """Every counter by name: see kvstore.counters.NAMES."""
+        return self._counters.all()
+
+    def check_integrity(self) -> None:
+        """AssertionError if an invariant is broken. Reads everything; for tests and doubts."""
+        with self._placement.lock:
+            self._expire()
+            self._parts.check_integrity()
+
+    def leaks(self) -> dict[str, int]:
+        """Leases and holds that are out now; all zero when nothing is under way."""
+        with self._placement.lock:
+            self._expire()
+            return {"leases": self._placement.index.uses.leased, "holds": self._placement.index.uses.held}
+
+    def close(self) -> None:
+        """Finish saves, write back what is dirty, and give the store up. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._starter.join()
+        self._saver.close()
+        self._loader.close()
+        if self._writer is not None:
+            self._writer.close()
+        self._disks.shutdown()
+        self._parts.close()
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _expire(self) -> None:
+        for rows in self._leases.expired():
+            self._placement.unlease(rows)
+
+    def _end_lease(self, lease: Lease) -> None:
+        if lease.live:
+            lease.live = False
+            self._placement.unlease(lease.rows)
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise ClosedError("the store is closed; open it again")
+
+    @staticmethod
+    def _refuse_other_pool(sequence: Sequence, pool: PagePool) -> None:
+        if pool.layout != sequence.space.layout:
+            raise LayoutError("the pool has another layout than the sequence; make it by its space")
+
+
+__all__ = ["LoadResult", "Store", "open"]
