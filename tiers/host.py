@@ -4,7 +4,7 @@ A slot holds one record (tiers/record.py), so its row is its header, in the aren
 that takes the arena over finds every published block by `scan`. A block exists from the moment its
 magic is written, which is the last of all its bytes, until that magic is zeroed:
 
-    reserve (magic zero) -> payload -> publish: header, then magic -> release: magic zero
+    reserve -> payload -> publish: header, then magic -> release: magic zeroed
 """
 
 from pathlib import Path
@@ -70,7 +70,8 @@ class HostTier:
     def reserve(self, slot_bytes: int, count: int) -> Slots:
         """Up to `count` slots, unpublished: int64 [<= count]. Takes new segments as needed.
 
-        Never evicts and never waits: fewer slots mean that the tier is full for this class.
+        Never evicts and never waits: fewer slots mean that the tier is full for this class. Their
+        magics are zero: a free slot's always is, see release and `_begin_class`.
         """
         self._refuse_closed()
         if not self._scanned:
@@ -79,7 +80,6 @@ class HostTier:
         while len(slots) < count and self._grow(slot_bytes):
             more = self.slab.reserve(slot_bytes, count - len(slots))
             slots = np.concatenate([slots, more])
-        self._unpublish(slots)
         return slots
 
     def publish(self, slots: Slots, headers: Bytes) -> None:
@@ -100,7 +100,7 @@ class HostTier:
         """Free slots, published or not. ValueError, and no change, if one is not occupied."""
         self._refuse_closed()
         self.slab.release(slots)
-        self._unpublish(slots)
+        self._words[self._offsets(slots) // 8] = 0
 
     def reassign(self, segment: int, slot_bytes: int) -> None:
         """Give a segment without occupied slots to another class."""
@@ -222,13 +222,8 @@ class HostTier:
         slots = self.slab.slots_in_segment(slot_bytes)
         return self._bytes[at : at + slots * slot_bytes].reshape(slots, slot_bytes)
 
-    def _unpublish(self, slots: Slots) -> None:
-        self._words[self._offsets(slots) // 8] = 0
-
     def _offsets(self, slots: Slots) -> npt.NDArray[np.int64]:
-        segments = self.slab.segments_of(slots)
-        starts = self.arena.segments_at + segments * self.slab.segment_bytes
-        return starts + self.slab.offsets_of(slots)
+        return self.slab.positions_of(slots, self.arena.segments_at)
 
     def _offset(self, slot: int) -> int:
         self._refuse_closed()

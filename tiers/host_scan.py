@@ -13,7 +13,7 @@ from kvstore.tiers.record import ALIGN, FIXED_BYTES, HEADER, MAGIC, VERSION, Byt
 from kvstore.tiers.slab import Slots
 
 MAGIC_WORD = np.frombuffer(MAGIC, np.uint64)[0]
-CHUNK_BYTES = 4 << 20  # Headers copied out at a time to be checked.
+CHUNK_BYTES = 512 << 10  # Headers copied out at a time to be checked: they stay in the cache.
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,16 @@ def find_records(rows: Bytes, first_slot: int) -> Iterator[FoundRecords]:
     magics = rows[:, :8].view(np.uint64)[:, 0]
     candidates = np.flatnonzero(magics == MAGIC_WORD)
     claimed = rows[candidates, :FIXED_BYTES].view(HEADER)[:, 0]
-    formats = np.stack(
-        [claimed[name].astype(np.uint64) for name in ("block_tokens", "runs", "payload_bytes")], 1
-    )
-    distinct, which = np.unique(formats, axis=0, return_inverse=True)
-    for at, (block_tokens, runs, payload_bytes) in enumerate(distinct.tolist()):
-        record = RecordFormat(block_tokens, runs, payload_bytes)
+    while len(candidates):
+        first = claimed[0]
+        sizes = [int(first[name]) for name in ("block_tokens", "runs", "payload_bytes")]
+        record = RecordFormat(*sizes)
+        same = np.ones(len(candidates), np.bool_)
+        for name, size in zip(("block_tokens", "runs", "payload_bytes"), sizes, strict=True):
+            same &= claimed[name] == size
         if _possible(record, rows.shape[1]):
-            indices = candidates[np.flatnonzero(which.reshape(-1) == at)]
-            yield from _verified(rows, indices, record, first_slot)
+            yield from _verified(rows, candidates[same], record, first_slot)
+        candidates, claimed = candidates[~same], claimed[~same]
 
 
 def _possible(record: RecordFormat, slot_bytes: int) -> bool:

@@ -42,6 +42,8 @@ class Slab:
         # Per assigned segment one byte a slot, True = free. Separate arrays, because their sizes
         # differ by class: the worst case for all segments would be far more than what is used.
         self._maps: list[SegmentMask | None] = [None] * segments_max
+        # Per class a segment below which the class has no free slot: where a search starts.
+        self._lowest: dict[int, int] = {}
 
     # --- segments and classes
 
@@ -117,10 +119,19 @@ class Slab:
         One contiguous run in the lowest segment that has one is preferred; else the slots come from
         the emptiest segments, the lowest free slots of each first. `among` limits the segments.
         """
+        if count <= 0:
+            return np.zeros(0, np.int64)
+        lowest = self._lowest.get(slot_bytes, -1)
+        if among is None and lowest >= 0 and self._slot_bytes[lowest] == slot_bytes:
+            start = _first_run(self._map(lowest), count) if self._free[lowest] >= count else -1
+            if start >= 0:
+                return self._occupy(lowest, np.arange(start, start + count))
         usable = (self._slot_bytes == slot_bytes) & (self._free > 0)
         segments = np.flatnonzero(usable if among is None else usable & among)
-        if count <= 0 or not len(segments):
+        if not len(segments):
             return np.zeros(0, np.int64)
+        if among is None:
+            self._lowest[slot_bytes] = int(segments[0])
         free = self._free[segments]
         for segment in segments[free >= count][:PROBES_MAX].tolist():
             start = _first_run(self._map(segment), count)
@@ -147,6 +158,7 @@ class Slab:
             self._occupied[segment] -= len(indices)
             if not self._quarantined[segment]:
                 self._free[segment] += len(indices)
+                self._lower(segment)
 
     def restore(self, segment: int, slot_bytes: int, slots: Slots) -> None:
         """At start: give an unassigned segment to a class, with these slots of it occupied."""
@@ -178,6 +190,13 @@ class Slab:
         """Where slots start, in bytes from the start of each one's segment: int64 [n]."""
         segments, indices = np.divmod(slots, self.slots_per_segment_max)
         return self.first_slot_at + indices * self._slot_bytes[segments]
+
+    def positions_of(self, slots: Slots, base: int) -> npt.NDArray[np.int64]:
+        """Where slots start when segments lie one after the other from `base` on: int64 [n]."""
+        segments, indices = np.divmod(slots, self.slots_per_segment_max)
+        starts = segments * self.segment_bytes + indices * self._slot_bytes[segments]
+        positions: npt.NDArray[np.int64] = starts + (base + self.first_slot_at)
+        return positions
 
     def slots_of(self, segment: int) -> Slots:
         """The occupied slots of a segment, ascending: int64 [n]."""
@@ -233,6 +252,11 @@ class Slab:
             assert occupied == np.count_nonzero(~slot_map), f"segment {segment}: occupied is wrong"
             expected = 0 if self._quarantined[segment] else np.count_nonzero(slot_map)
             assert free == expected, f"segment {segment}: free is wrong"
+        for size in self.classes():
+            roomy = np.flatnonzero((self._slot_bytes == size) & (self._free > 0))
+            assert not len(roomy) or self._lowest[size] <= roomy[0], (
+                f"class {size}: search too high"
+            )
         assert self.used_bytes() <= self.allocated_bytes() <= self.segments_max * self.segment_bytes
 
     # --- inside
@@ -269,6 +293,12 @@ class Slab:
         self._slot_bytes[segment] = slot_bytes
         self._maps[segment] = np.ones(count, np.bool_)
         self._free[segment] = count
+        self._lower(segment)
+
+    def _lower(self, segment: int) -> None:
+        """Note that a segment has free slots: its class's search starts there, or below."""
+        slot_bytes = int(self._slot_bytes[segment])
+        self._lowest[slot_bytes] = min(self._lowest.get(slot_bytes, segment), segment)
 
     def _map(self, segment: int) -> SegmentMask:
         slot_map = self._maps[segment]
@@ -286,11 +316,13 @@ class Slab:
         if not len(slots):
             return []
         ordered = np.sort(slots)
-        segments, indices = np.divmod(ordered, self.slots_per_segment_max)
-        self._known(int(segments[0]))
-        self._known(int(segments[-1]))
-        if len(ordered) > 1 and not (np.diff(ordered) > 0).all():
+        first = self._known(int(ordered[0]) // self.slots_per_segment_max)
+        last = self._known(int(ordered[-1]) // self.slots_per_segment_max)
+        if (ordered[1:] == ordered[:-1]).any():
             raise ValueError("a slot appears twice")
+        if first == last:
+            return [(first, ordered - first * self.slots_per_segment_max)]
+        segments, indices = np.divmod(ordered, self.slots_per_segment_max)
         cuts = np.flatnonzero(np.diff(segments)) + 1
         firsts = segments[np.concatenate([np.zeros(1, np.int64), cuts])].tolist()
         return list(zip(firsts, np.split(indices, cuts), strict=True))
