@@ -109,7 +109,7 @@ class BlockTable:
         if library is None:
             return self._insert_numpy(rows)
         left = np.empty(len(rows), np.int32)
-        count = library.kv_table_insert(
+        count: int = library.kv_table_insert(
             self._table.ctypes.data,
             self.buckets - 1,
             self._rows.heads.ctypes.data,
@@ -157,7 +157,8 @@ class BlockTable:
         self._heads_seen = None
 
     def _bucket(self, low: Words) -> npt.NDArray[np.int64]:
-        return (low & np.uint64(self.buckets - 1)).astype(np.int64)
+        bucket: npt.NDArray[np.int64] = (low & np.uint64(self.buckets - 1)).astype(np.int64)
+        return bucket
 
     # -- finding -------------------------------------------------------------------------------
 

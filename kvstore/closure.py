@@ -52,8 +52,8 @@ def may_leave(rows: Rows, tier: int, these: Ints) -> Mask:
 
 def descendants(rows: Rows, tier: int, these: Ints) -> Ints:
     """Rows and all below them that are in the tier, deepest first, each once."""
-    children = memoryview(rows.children[tier])
-    first, following = memoryview(rows.first_child), memoryview(rows.next_sibling)
+    children = rows.children[tier].data
+    first, following = rows.first_child.data, rows.next_sibling.data
     seen: set[int] = set()
     stack = [row for row in these.tolist() if children[row] >= 0]
     while stack:
@@ -72,7 +72,7 @@ def descendants(rows: Rows, tier: int, these: Ints) -> Ints:
 
 def missing_ancestors(rows: Rows, tier: int, these: Ints) -> Ints:
     """Rows and their ancestors that are not in the tier, root first, each once."""
-    slots, parents = memoryview(rows.slots[tier]), memoryview(rows.parent)
+    slots, parents = rows.slots[tier].data, rows.parent.data
     seen: set[int] = set()
     for row in these.tolist():
         at = row

@@ -40,7 +40,7 @@ Generations = npt.NDArray[np.uint64]
 
 SLOT_MAX = (1 << 31) - 1  # slot ids are kept as int32: 16 TiB of slots of 8 KiB
 # Ages count touches. Those of loaded rows are their records' generations, below any of this run.
-FIRST_AGE = 1 << 48
+FIRST_AGE = 1 << 62
 
 
 class Index:
@@ -265,6 +265,10 @@ class Index:
         self._enter(self._number[tier], rows[enter], slots[enter])
         return enter
 
+    def adopt(self, tier: TierName, rows: Ints, slots: Longs) -> None:
+        """`place` for bulk_load, which has seen to the rules itself."""
+        self._enter(self._number[tier], rows, slots)
+
     def _enter(self, number: int, rows: Ints, slots: Longs) -> None:
         self.rows.slots[number][rows] = slots
         children, parents = self.rows.children[number], self.rows.parent[rows]
@@ -348,9 +352,8 @@ class Index:
 
     def touch(self, rows: Ints) -> None:
         """Mark the rows of one chain, root first, as used now: the deepest as the oldest."""
-        count = len(rows)
-        self.rows.age[rows] = np.arange(self.clock + count, self.clock, -1)
-        self.clock += count
+        self.rows.age[rows] = np.arange(self.clock + len(rows), self.clock, -1)
+        self.clock += len(rows)
 
     def lease(self, rows: Ints) -> None:
         """Keep rows, each once, from being freed: for a ticket.
