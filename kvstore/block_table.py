@@ -134,7 +134,8 @@ class BlockTable:
         lane = lane_wanted.argmax(axis=1)
         entries = (low & FINGERPRINT) | (rows.astype(np.uint64) + np.uint64(1))
         self._table[bucket[fits], lane[fits]] = entries[fits]
-        return rows[~fits]
+        left: Ints = rows[~fits]
+        return left
 
     def remove(self, rows: Ints) -> None:
         """Take rows out; each must be in the table."""

@@ -175,7 +175,7 @@ class Index:
 
     # -- entering a tier -----------------------------------------------------------------------
 
-    def publish(  # noqa: PLR0917  A chain and where its bytes lie, in the order of a record.
+    def publish(
         self,
         tier: TierName,
         space: int,
