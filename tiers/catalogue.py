@@ -12,7 +12,7 @@ and its blocks are written before LMDB needs them: a full disk cannot stop a com
 import itertools
 import struct
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -20,7 +20,6 @@ from typing import Any
 
 import lmdb
 import numpy as np
-import xxhash
 
 from kvstore.tiers.catalogue_row import (
     KEY,

@@ -1,4 +1,4 @@
-"""The small tables of a catalogue: which store it belongs to, its segments, its namespaces. Pure."""
+"""The small tables of a catalogue: whose it is, its segments, its namespaces. Pure."""
 
 import struct
 from collections.abc import Mapping

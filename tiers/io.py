@@ -259,6 +259,19 @@ def check_own_directory(io: FileIo, path: Path, what: str) -> bool:
     return True
 
 
+def open_own_directory(io: FileIo, path: Path, what: str) -> int:
+    """A descriptor of a directory that is ours; made, 0700, if only its last part is missing.
+
+    Refuses as check_own_directory does, before anything was made.
+    """
+    try:
+        if not check_own_directory(io, path, what):
+            io.make_directory(path)
+        return io.open_directory(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be a {what}: {error.strerror}; choose another") from None
+
+
 def is_link(io: FileIo, path: str | Path, *, directory: int | None = None) -> bool:
     """Whether a name is a symbolic link."""
     try:

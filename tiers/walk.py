@@ -23,7 +23,7 @@ DATABASES = (b"namespaces", b"segments", b"meta", b"rows")
 
 @dataclass(frozen=True)
 class Walk:
-    """What a walk found. sound: all could be read. namespaces: rows of that table, as far as read."""
+    """What a walk found. sound: all could be read. namespaces: the rows that could be read."""
 
     sound: bool
     namespaces: dict[int, bytes]

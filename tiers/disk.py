@@ -1,0 +1,413 @@
+"""The disk tier: records in the slots of segment files, on one or several devices.
+
+A block is on disk when its row is in the catalogue, and its row gets there last:
+
+    write header and payload  ->  fdatasync of the segment  ->  commit of the row
+
+Freeing goes the other way: the removal of the row is committed, then the slot can be reserved
+again. So at whatever instant the power goes, the catalogue names only whole records. Segments are
+numbered over all volumes: a segment's volume is its number modulo the number of volumes.
+"""
+
+import errno
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.tiers.catalogue import CommitFault
+from kvstore.tiers.catalogue_row import Rows, place
+from kvstore.tiers.catalogue_tables import (
+    LABEL_BYTES_MAX,
+    LAYOUT_BYTES_MAX,
+    NAMESPACES_MAX,
+    Namespace,
+)
+from kvstore.tiers.disk_outcomes import (
+    NO_SLOTS,
+    IoFault,
+    Slots,
+    WriteFailed,
+    WriteFault,
+    Written,
+)
+from kvstore.tiers.disk_start import Loaded, Namespaces, load_volumes, open_volumes
+from kvstore.tiers.group_write import GroupWriter, Piece, Submit
+from kvstore.tiers.io import FileIo
+from kvstore.tiers.volume import Volume
+
+
+class DiskTier:
+    """Records on disk. Thread-safe; after `load` nothing here raises but for misuse.
+
+    The capacity holds at every instant: segments, their extents, the catalogue, and `other_bytes`,
+    what the store's own files take. `direct` says whether the page cache is avoided.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        capacity_bytes: int,
+        segment_bytes: int,
+        io: FileIo,
+        *,
+        store_id: bytes,
+        submit: Submit | None = None,
+        threads: int = 8,
+        direct: bool = True,
+        other_bytes: int = 0,
+    ) -> None:
+        """Look at all paths, then make or open the volumes. Slow work is left to `load`.
+
+        paths: the volumes' directories, always in the same order; only the last part may be
+        missing. submit: runs a call on another thread, as an executor's does; without it one thread
+        does all. Raises ConfigError, StoreError or StoreBusyError, before anything was touched.
+        """
+        self._opened = open_volumes(
+            io,
+            paths,
+            capacity_bytes=capacity_bytes - other_bytes,
+            segment_bytes=segment_bytes,
+            store_id=store_id,
+            direct=direct,
+            released=self._release_removed,
+        )
+        self.capacity_bytes = capacity_bytes
+        self.segment_bytes = segment_bytes
+        self.direct = self._opened.direct
+        self.slab = self._opened.slab
+        self.per = self.slab.slots_per_segment_max
+        self._io = io
+        self._volumes = self._opened.volumes
+        self._writer = GroupWriter(io, submit, threads)
+        self._lock = threading.RLock()
+        self._loaded = False
+        self._uncommitted: set[int] = set()
+        self._names = Namespaces()
+        numbers = np.arange(len(paths))
+        self._masks = np.arange(self.slab.segments_max) % len(paths) == numbers[:, None]
+
+    def load(self) -> Loaded:
+        """Read the catalogues, or rebuild damaged ones. Once, before anything is reserved.
+
+        Raises StoreError for a catalogue of another store or format.
+        """
+        loaded = load_volumes(self._io, self._opened, self._names)
+        with self._lock:
+            self._loaded = True
+        return loaded
+
+    # --- namespaces
+
+    def namespace_number(self, digest: bytes, layout: bytes, label: str) -> int | None:
+        """The number rows use for a namespace; it is committed with the first of them.
+
+        digest: 32 bytes. layout: Layout.canonical(). Raises ValueError for one that is too large.
+
+        Returns: the number | None (NAMESPACES_MAX are in use).
+        """
+        if len(layout) > LAYOUT_BYTES_MAX or len(label.encode()) > LABEL_BYTES_MAX:
+            raise ValueError(
+                f"a layout takes at most {LAYOUT_BYTES_MAX} bytes, a label {LABEL_BYTES_MAX}"
+            )
+        with self._lock:
+            return self._names.number(Namespace(digest, layout, label), NAMESPACES_MAX)
+
+    def namespaces(self) -> dict[int, Namespace]:
+        """All known namespaces by number."""
+        with self._lock:
+            return dict(self._names.by_number)
+
+    # --- slots
+
+    def reserve(
+        self, slot_bytes: int, count: int, *, near: int | None = None, block_tokens: int = 16
+    ) -> Slots:
+        """Up to `count` free slots of a class: int64 [<= count]. Adds segments while they fit.
+
+        near: a slot of the chain's root; its device is used while there is room. block_tokens: of
+        the rows to come. Each slot ends in `write_group` or in `cancel`. Fewer than count means:
+        remove blocks, commit (`flush_removals`, or any group), and ask again.
+        """
+        taken = NO_SLOTS
+        with self._lock:
+            if not self._loaded or not self.slab.fits(slot_bytes):
+                return taken
+            for number in self._by_room(slot_bytes, near):
+                taken = np.concatenate(
+                    [taken, self._reserve_in(number, slot_bytes, count - len(taken), block_tokens)]
+                )
+                if len(taken) >= count:
+                    break
+            self._uncommitted.update(taken.tolist())
+        return taken
+
+    def cancel(self, slots: Slots) -> None:
+        """Give back reserved slots that were not written."""
+        with self._lock:
+            self.slab.release(slots)
+            self._uncommitted.difference_update(slots.tolist())
+
+    def remove(self, slots: Slots) -> None:
+        """Remove blocks. The slots become free with the next commit to their volume.
+
+        A slot that holds no committed block, or is being removed already, is passed over.
+        """
+        with self._lock:
+            held = slots[self.slab.is_occupied(slots)].tolist()
+            chosen = [slot for slot in held if slot not in self._uncommitted]
+        for number, volume in enumerate(self._volumes):
+            own = [slot for slot in chosen if slot // self.per % len(self._volumes) == number]
+            if own:
+                volume.journal.remove(own)
+
+    def flush_removals(self) -> WriteFault | None:
+        """Commit all pending removals. Returns: None | CATALOGUE_FULL | CATALOGUE_DEVICE."""
+        faults = [
+            volume.journal.commit(None) for volume in self._volumes if volume.journal.removing()
+        ]
+        return next((WriteFault(fault) for fault in faults if fault is not None), None)
+
+    def removing(self) -> int:
+        """How many slots wait for the commit of their removal."""
+        return sum(len(volume.journal.removing()) for volume in self._volumes)
+
+    def free(self, slot_bytes: int) -> int:
+        """How many slots of a class can be reserved now, without another segment."""
+        with self._lock:
+            return self.slab.free(slot_bytes) if self._loaded else 0
+
+    def has_room(self, slot_bytes: int) -> bool:
+        """Whether another segment could be added for a class."""
+        with self._lock:
+            return any(
+                self.slab.unassigned(self._masks[number]) > 0 and volume.has_room(slot_bytes)
+                for number, volume in enumerate(self._volumes)
+            )
+
+    def reassign(self, segment: int, slot_bytes: int) -> bool:
+        """Give a segment to another class: class stealing. All its blocks must be gone by a commit.
+
+        Returns: whether it could; False also while a block of it is left.
+        """
+        volume = self._volume_of(segment)
+        with self._lock:
+            if not self.slab.fits(slot_bytes) or self.slab.is_quarantined(segment):
+                return False
+            if len(self.slab.slots_of(segment)) or not self.slab.class_of(segment):
+                return False
+            if not volume.change_class(segment, slot_bytes):
+                return False
+            self.slab.reassign(segment, slot_bytes)
+        return True
+
+    # --- bytes
+
+    def write_group(
+        self,
+        slots: Slots,
+        records: Sequence[memoryview],
+        rows: Rows,
+        remove: Slots = NO_SLOTS,
+    ) -> Written | WriteFailed:
+        """Write records to reserved slots of one class; they are on disk when this returns.
+
+        records: each slot_bytes long and on a page (host slots are). rows: one for each record, in
+        the same order, of one block_tokens; where they lie is filled in. remove: slots whose blocks
+        give way; their removal rides on the same commit, or on a later one if this one fails.
+        Several threads may write groups: one group is written while another is committed.
+
+        Returns: Written | WriteFailed. All or nothing.
+        """
+        slot_bytes = self._refuse_bad_group(slots, records, rows)
+        self.remove(remove)
+        place(rows, slots, slot_bytes, self.per)
+        fault = self._writer.write(self._pieces(slots, records))
+        if fault is not None:
+            self.cancel(slots)
+            return WriteFailed(fault)
+        segments = np.unique(slots // self.per).tolist()
+        failed = [segment for segment in segments if not self._writer.sync(self._fd(segment))]
+        abandoned = self._quarantine(failed)
+        with self._lock:
+            lost = failed or any(self.slab.is_quarantined(segment) for segment in segments)
+        if lost:
+            self.cancel(slots)
+            return WriteFailed(WriteFault.SYNC_FAILED, abandoned)
+        return self._commit(slots, rows, slot_bytes)
+
+    def read_into(self, slot: int, buffer: memoryview) -> IoFault | None:
+        """Read a record, or its first part, into page-aligned memory: one call to the device.
+
+        Nothing is verified here. The caller makes sure, by a lease or by comparing afterwards, that
+        the slot still holds its block. An error is tried once more.
+
+        Returns: None | IoFault.
+        """
+        segment = slot // self.per
+        fault = None
+        for _ in range(2):
+            try:
+                fd = self._fd(segment)
+                if self._io.pread(fd, buffer, self.slab.offset_of(slot)) == len(buffer):
+                    return None
+                return IoFault(0, "the segment file is too short")
+            except KeyError:
+                return IoFault(errno.ENOENT, "the slot lies in no segment")
+            except OSError as error:
+                fault = IoFault(error.errno or errno.EIO, error.strerror or str(error))
+        return fault
+
+    # --- sums and end
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all occupied slots."""
+        with self._lock:
+            return self.slab.used_bytes()
+
+    @property
+    def blocks(self) -> int:
+        """How many slots are occupied."""
+        with self._lock:
+            return self.slab.occupied()
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes the volumes take on their devices now, as du counts them; at most the capacity."""
+        return sum(volume.allocated_bytes() for volume in self._volumes)
+
+    def check_integrity(self) -> None:
+        """AssertionError if slab and sums disagree."""
+        with self._lock:
+            self.slab.check_integrity()
+            assert (
+                not len(self._uncommitted)
+                or self.slab.is_occupied(np.array(sorted(self._uncommitted), np.int64)).all()
+            ), "a reserved slot is not occupied"
+        assert self.allocated_bytes <= self.capacity_bytes, "the tier takes more than its capacity"
+
+    def close(self) -> None:
+        """Commit pending removals and close. A second call does nothing. Reads must have ended."""
+        for volume in self._volumes:
+            volume.close()
+
+    # --- inside
+
+    def _volume_of(self, segment: int) -> Volume:
+        return self._volumes[segment % len(self._volumes)]
+
+    def _fd(self, segment: int) -> int:
+        return self._volumes[segment % len(self._volumes)].fds[segment]
+
+    def _pieces(self, slots: Slots, records: Sequence[memoryview]) -> list[Piece]:
+        segments = self.slab.segments_of(slots).tolist()
+        offsets = self.slab.offsets_of(slots).tolist()
+        return [
+            Piece(self._fd(segment), offset, record)
+            for segment, offset, record in zip(segments, offsets, records, strict=True)
+        ]
+
+    def _by_room(self, slot_bytes: int, near: int | None) -> list[int]:
+        """The volumes in the order in which to look for slots; broken ones are left out."""
+        usable = [n for n, volume in enumerate(self._volumes) if not volume.broken]
+        if len(usable) > 1:
+            room = [int(self.slab.unassigned(self._masks[n])) for n in range(len(self._volumes))]
+            usable.sort(key=lambda n: -room[n])
+        if near is not None:
+            home = near // self.per % len(self._volumes)
+            usable.sort(key=lambda n: n != home)
+        return usable
+
+    def _reserve_in(self, number: int, slot_bytes: int, count: int, block_tokens: int) -> Slots:
+        volume, mask = self._volumes[number], self._masks[number]
+        if not volume.room_for_rows(slot_bytes, block_tokens):
+            return NO_SLOTS
+        taken = self.slab.reserve(slot_bytes, count, mask)
+        while len(taken) < count and volume.has_room(slot_bytes):
+            segment = self.slab.assign(slot_bytes, mask)
+            if segment is None:
+                break
+            if not volume.add_segment(segment, slot_bytes):
+                self.slab.unassign(segment)
+                break
+            more = self.slab.reserve(slot_bytes, count - len(taken), mask)
+            taken = np.concatenate([taken, more])
+        return taken
+
+    def _release_removed(self, slots: list[int]) -> None:
+        with self._lock:
+            self.slab.release(np.array(slots, np.int64))
+
+    def _refuse_bad_group(self, slots: Slots, records: Sequence[memoryview], rows: Rows) -> int:
+        if not 0 < len(slots) == len(records) == len(rows):
+            raise ValueError("a group has as many slots as records and rows, and at least one")
+        sizes = {self.slab.class_of(int(slot) // self.per) for slot in slots.tolist()}
+        slot_bytes = sizes.pop()
+        if sizes or any(len(record) != slot_bytes for record in records):
+            raise ValueError(
+                f"every record of this group has {slot_bytes} bytes, as its slots have"
+            )
+        if not self._uncommitted.issuperset(slots.tolist()):
+            raise ValueError("a slot of this group is not reserved")
+        return slot_bytes
+
+    def _quarantine(self, segments: list[int]) -> Slots:
+        """Abandon segments: after a failed sync nobody knows what of them is on the device."""
+        abandoned: list[Slots] = []
+        with self._lock:
+            for segment in segments:
+                if self.slab.is_quarantined(segment):
+                    continue
+                self.slab.quarantine(segment)
+                self._volume_of(segment).set_quarantined(segment)
+                held = self.slab.slots_of(segment)
+                committed = [slot for slot in held.tolist() if slot not in self._uncommitted]
+                abandoned.append(np.array(committed, np.int64))
+        if not abandoned:
+            return NO_SLOTS
+        lost = np.concatenate(abandoned)
+        self.remove(lost)
+        for segment in segments:
+            self._volume_of(segment).journal.commit(None)
+        return lost
+
+    def _commit(self, slots: Slots, rows: Rows, slot_bytes: int) -> Written | WriteFailed:
+        volumes = slots // self.per % len(self._volumes)
+        names = set(rows["namespace"].tolist())
+        done: list[int] = []
+        for number in np.unique(volumes).tolist():
+            volume = self._volumes[number]
+            for name in names & self._names.by_number.keys():
+                volume.journal.set_namespace(name, self._names.by_number[name])
+            fault = volume.journal.commit(rows[volumes == number])
+            if fault is not None:
+                return self._undo(slots, volumes, done, number, fault)
+            done.append(number)
+        with self._lock:
+            self._uncommitted.difference_update(slots.tolist())
+        for volume in self._volumes:
+            if volume.journal.removing():
+                volume.journal.commit(None)
+        return Written(len(slots), len(slots) * slot_bytes)
+
+    def _undo(
+        self,
+        slots: Slots,
+        volumes: npt.NDArray[np.int64],
+        done: list[int],
+        failed: int,
+        fault: CommitFault,
+    ) -> WriteFailed:
+        """Take back a group whose commit failed in one volume and was made in others."""
+        committed = np.isin(volumes, done)
+        # Whether rows reached a device that failed is unknown: their slots are never used again.
+        unknown = (volumes == failed) & (fault is CommitFault.DEVICE)
+        with self._lock:
+            self._volumes[failed].broken = fault is CommitFault.DEVICE
+            self._uncommitted.difference_update(slots.tolist())
+            self.slab.release(slots[~committed & ~unknown])
+        self.remove(slots[committed])
+        return WriteFailed(WriteFault(fault))

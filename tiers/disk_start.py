@@ -1,0 +1,322 @@
+"""Starting the disk tier: catalogues that can be trusted are read, the others are rebuilt.
+
+clean stop          the catalogue's digest is compared, then it is read
+anything else       it is walked in a child process first
+damaged             a new one is made from the headers in the segments
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.tiers.catalogue import Catalogue, Change
+from kvstore.tiers.catalogue_row import Rows, keys_of, slots_of_rows
+from kvstore.tiers.catalogue_tables import (
+    NAMESPACES_MAX,
+    Identity,
+    Namespace,
+    SegmentState,
+    parse_namespaces,
+)
+from kvstore.tiers.errors import ConfigError, StoreError
+from kvstore.tiers.io import FileIo
+from kvstore.tiers.rebuild import newest, scan_segment
+from kvstore.tiers.record import ALIGN
+from kvstore.tiers.segment import HEADER_BYTES, STORE_ID_BYTES, FileHeader
+from kvstore.tiers.slab import Slab
+from kvstore.tiers.survey import Survey, refuse_no_room, survey
+from kvstore.tiers.volume import Volume, refuse_too_small
+from kvstore.tiers.walk import walk
+
+SEGMENTS_MAX = 4096  # Each is an open file; more would meet the usual limit of descriptors.
+VOLUMES_MAX = 64
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a start found.
+
+    rows: by block_tokens, in the order of their slots, sealed; `slots_of_rows` says where they lie.
+    rebuilt: numbers of the volumes whose catalogue was made anew. damaged: rows that were removed.
+    """
+
+    rows: dict[int, Rows]
+    rebuilt: tuple[int, ...]
+    damaged: int
+
+
+@dataclass
+class Namespaces:
+    """The namespaces of a tier, one number each for all volumes. The tier's lock guards it."""
+
+    by_number: dict[int, Namespace] = field(default_factory=dict)
+    by_digest: dict[bytes, int] = field(default_factory=dict)
+
+    def number(self, namespace: Namespace, limit: int) -> int | None:
+        """The number of a namespace, a new one if needed; None beyond `limit` namespaces."""
+        number = self.by_digest.get(namespace.digest)
+        if number is None:
+            if len(self.by_number) >= limit:
+                return None
+            number = max(self.by_number, default=0) + 1
+        elif not namespace.layout or self.by_number[number] == namespace:
+            return number
+        self.by_number[number] = namespace
+        self.by_digest[namespace.digest] = number
+        return number
+
+    def merge(self, found: dict[int, Namespace]) -> bool:
+        """Take over a volume's table. Returns: False if it contradicts what is known."""
+        for number, namespace in found.items():
+            known = self.by_number.get(number)
+            if known is not None and known.digest != namespace.digest:
+                return False
+            if self.by_digest.get(namespace.digest, number) != number:
+                return False
+        for number, namespace in found.items():
+            self.by_number[number] = namespace
+            self.by_digest[namespace.digest] = number
+        return True
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The volumes of a tier with their files open, and what was found there."""
+
+    volumes: list[Volume]
+    slab: Slab
+    direct: bool
+    found: list[Survey]
+    headers: list[dict[int, FileHeader]]
+
+
+def open_volumes(
+    io: FileIo,
+    paths: Sequence[Path],
+    *,
+    capacity_bytes: int,
+    segment_bytes: int,
+    store_id: bytes,
+    direct: bool,
+    released: Callable[[list[int]], None],
+) -> Opened:
+    """Look at all paths, and only if none is refused make or open the volumes.
+
+    Raises ConfigError, StoreError or StoreBusyError. Warns when `direct` cannot be had.
+    """
+    _refuse_misuse(paths, segment_bytes, store_id)
+    count = len(paths)
+    share = capacity_bytes // count // ALIGN * ALIGN
+    refuse_too_small(share, segment_bytes)
+    identities = [Identity(store_id, number, count, segment_bytes) for number in range(count)]
+    found = [survey(io, path, identity) for path, identity in zip(paths, identities, strict=True)]
+    refuse_no_room(io, paths, found, share)
+    places = [p if one.exists else p.parent for p, one in zip(paths, found, strict=True)]
+    avoided = direct and all(io.supports_direct(place) for place in places)
+    if direct and not avoided:
+        text = f"{paths[0]} has no O_DIRECT: the disk tier goes through the page cache instead"
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
+    slab = _slab(found, share, segment_bytes)
+    volumes = [
+        Volume(
+            path,
+            io,
+            identity,
+            budget_bytes=share,
+            per=slab.slots_per_segment_max,
+            direct=avoided,
+            released=released,
+        )
+        for path, identity in zip(paths, identities, strict=True)
+    ]
+    headers: list[dict[int, FileHeader]] = []
+    try:
+        for volume, one in zip(volumes, found, strict=True):
+            headers.append(volume.open_files(one))
+            volume.refuse_over_budget(headers[-1], one)
+    except BaseException:
+        for volume in volumes:
+            volume.close()
+        raise
+    return Opened(volumes, slab, avoided, found, headers)
+
+
+def load_volumes(io: FileIo, opened: Opened, names: Namespaces) -> Loaded:
+    """Restore the slab and return all rows. Raises StoreError for another's catalogue."""
+    slab, found, headers = opened.slab, opened.found, opened.headers
+    sound: dict[int, Catalogue] = {}
+    for number, volume in enumerate(opened.volumes):
+        _restore_classes(volume, headers[number])
+        catalogue = _open_if_sound(volume, found[number], names)
+        if catalogue is not None:
+            sound[number] = catalogue
+    groups: dict[int, list[Rows]] = {}
+    rebuilt, damaged = [], 0
+    for number, volume in enumerate(opened.volumes):
+        if number in sound:
+            rows, bad = _load(volume, sound[number], headers[number], slab)
+            damaged += bad
+        else:
+            if found[number].segments:
+                rebuilt.append(number)
+            rows = _rebuild(io, volume, slab, names)
+        _restore_slab(volume, rows, slab)
+        for part in rows:
+            groups.setdefault(part.dtype["tokens"].shape[0], []).append(part)
+    merged = {tokens: np.concatenate(parts) for tokens, parts in groups.items()}
+    return Loaded(merged, tuple(rebuilt), damaged)
+
+
+def _slab(found: list[Survey], share_bytes: int, segment_bytes: int) -> Slab:
+    """A slab for as many segments as fit the capacity, and for all that exist."""
+    last = max((segment for one in found for segment in one.segments), default=0)
+    segments_max = max(share_bytes // segment_bytes, last // len(found) + 1) * len(found)
+    if segments_max > SEGMENTS_MAX:
+        raise ConfigError(
+            f"{segments_max} segments are more than {SEGMENTS_MAX}; use larger segments"
+        )
+    return Slab(segments_max, segment_bytes, HEADER_BYTES)
+
+
+def _restore_classes(volume: Volume, headers: dict[int, FileHeader]) -> None:
+    for segment, header in headers.items():
+        if header.slot_bytes:
+            volume.classes[segment] = header.slot_bytes
+
+
+def _open_if_sound(volume: Volume, found: Survey, names: Namespaces) -> Catalogue | None:
+    """The volume's catalogue, with its namespaces merged; None if it has to be rebuilt."""
+    clean = volume.take_clean_mark()
+    if not found.catalogue_bytes:
+        return None
+    if not clean:
+        walked = walk(volume.catalogue_directory, found.catalogue_bytes)
+        if not walked.sound:
+            names.merge(parse_namespaces(walked.namespaces))
+            return None
+    catalogue = volume.open_catalogue(fresh=False, keep_bytes=found.catalogue_bytes)
+    if not names.merge(catalogue.namespaces()):
+        catalogue.close()
+        return None
+    return catalogue
+
+
+def _load(
+    volume: Volume, catalogue: Catalogue, headers: dict[int, FileHeader], slab: Slab
+) -> tuple[list[Rows], int]:
+    """The rows whose slots exist; the others are removed from the catalogue."""
+    table = catalogue.segments()
+    for segment in sorted(volume.fds):
+        slot_bytes, state = table.get(segment, (0, SegmentState.USABLE))
+        if state is SegmentState.QUARANTINED:
+            volume.remove_segment(segment)
+        elif segment not in headers:
+            _mend_header(volume, segment, slot_bytes, slab)
+    by_tokens, bad = catalogue.load()
+    classes = np.zeros(slab.segments_max, np.int64)
+    for segment, slot_bytes in volume.classes.items():
+        classes[segment] = slot_bytes
+    kept, strays = [], []
+    for rows in by_tokens.values():
+        exists = _slot_exists(rows, classes, slab)
+        lost = rows[~exists]
+        strays += keys_of(lost)
+        if len(lost) < len(rows):
+            kept.append(rows[exists] if len(lost) else rows)
+    if strays and catalogue.commit(Change(removed=strays)) is not None:
+        raise StoreError(f"{volume.path} cannot be written; check that device")
+    return kept, bad + len(strays)
+
+
+def _mend_header(volume: Volume, segment: int, slot_bytes: int, slab: Slab) -> None:
+    """A segment file with a damaged header: the catalogue knows its class, or it is removed."""
+    try:
+        if slot_bytes and slab.fits(slot_bytes):
+            volume.rewrite_header(segment, slot_bytes)
+            volume.classes[segment] = slot_bytes
+            return
+    except OSError:
+        pass  # It cannot be written: as good as lost.
+    volume.remove_segment(segment)
+
+
+def _slot_exists(rows: Rows, classes: npt.NDArray[np.int64], slab: Slab) -> npt.NDArray[np.bool_]:
+    """Whether the slot of each row lies in a segment of its class: bool [n]."""
+    inside = rows["segment"] < slab.segments_max
+    segments = np.where(inside, rows["segment"], 0).astype(np.int64)
+    sizes = rows["slot_pages"].astype(np.int64) * ALIGN
+    room = slab.segment_bytes - slab.first_slot_at
+    fits = (rows["index"].astype(np.int64) + 1) * sizes <= room
+    return np.asarray(inside & (sizes > 0) & (classes[segments] == sizes) & fits)
+
+
+def _rebuild(io: FileIo, volume: Volume, slab: Slab, names: Namespaces) -> list[Rows]:
+    """A new catalogue from the headers in the volume's slots."""
+
+    def number_of(digest: bytes) -> int | None:
+        return names.number(Namespace(digest, b"", ""), NAMESPACES_MAX)
+
+    for segment in sorted(volume.fds):
+        if segment not in volume.classes or not slab.fits(volume.classes[segment]):
+            volume.remove_segment(segment)
+    per = slab.slots_per_segment_max
+    groups: list[Rows] = []
+    for segment, slot_bytes in sorted(volume.classes.items()):
+        slots = slab.slots_in_segment(slot_bytes)
+        groups += scan_segment(
+            io,
+            volume.fds[segment],
+            segment=segment,
+            slot_bytes=slot_bytes,
+            slots=slots,
+            per=per,
+            namespace_number=number_of,
+        )
+    kept, _ = newest(groups, per)
+    merged: dict[int, list[Rows]] = {}
+    for rows in kept:
+        merged.setdefault(rows.dtype["tokens"].shape[0], []).append(rows)
+        slot_bytes = int(rows["slot_pages"][0]) * ALIGN
+        tokens = rows.dtype["tokens"].shape[0]
+        volume.row_tokens[slot_bytes] = max(volume.row_tokens.get(slot_bytes, 0), tokens)
+    catalogue = volume.open_catalogue(fresh=True)
+    whole = [np.concatenate(parts) for parts in merged.values()]
+    used = {int(n) for rows in whole for n in np.unique(rows["namespace"])}
+    change = Change(
+        whole,
+        [],
+        {segment: (size, SegmentState.USABLE) for segment, size in volume.classes.items()},
+        {number: names.by_number[number] for number in used},
+    )
+    if catalogue.commit(change) is not None:
+        raise StoreError(f"the catalogue of {volume.path} cannot be rebuilt; check that device")
+    volume.journal.open(catalogue)
+    return whole
+
+
+def _restore_slab(volume: Volume, groups: list[Rows], slab: Slab) -> None:
+    per = slab.slots_per_segment_max
+    slots = [slots_of_rows(rows, per) for rows in groups]
+    occupied = np.sort(np.concatenate(slots)) if slots else np.zeros(0, np.int64)
+    for rows in groups:
+        tokens = rows.dtype["tokens"].shape[0]
+        for pages in np.unique(rows["slot_pages"]).tolist():
+            size = pages * ALIGN
+            volume.row_tokens[size] = max(volume.row_tokens.get(size, 0), tokens)
+    for segment, slot_bytes in sorted(volume.classes.items()):
+        first, last = np.searchsorted(occupied, [segment * per, (segment + 1) * per])
+        volume.restore_segment(segment, slot_bytes)
+        slab.restore(segment, slot_bytes, occupied[first:last])
+
+
+def _refuse_misuse(paths: Sequence[Path], segment_bytes: int, store_id: bytes) -> None:
+    if not 1 <= len(paths) <= VOLUMES_MAX:
+        raise ConfigError(f"a disk tier has 1 to {VOLUMES_MAX} paths; got {len(paths)}")
+    if segment_bytes % ALIGN or segment_bytes < HEADER_BYTES + 2 * ALIGN:
+        raise ConfigError(f"a segment is a multiple of {ALIGN} bytes; got {segment_bytes}")
+    if len(store_id) != STORE_ID_BYTES:
+        raise ConfigError(f"a store id has {STORE_ID_BYTES} bytes")

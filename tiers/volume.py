@@ -1,0 +1,352 @@
+"""One directory of the disk tier: its segment files, its catalogue, and its share of the capacity.
+
+Everything a volume takes on its device is counted before it is made:
+
+    directories and small files  +  segments with their extents' blocks  +  the catalogue's map
+
+The map is sized for the rows that the existing segments can hold (worst_row_bytes each), so a
+segment is only added when it and its rows fit the budget. The slab and its lock are the tier's.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from kvstore.tiers.catalogue import BASE_BYTES, LOCK_BYTES, Catalogue
+from kvstore.tiers.catalogue import map_bytes as catalogue_bytes
+from kvstore.tiers.catalogue_row import worst_row_bytes
+from kvstore.tiers.catalogue_tables import Identity, Namespace, SegmentState
+from kvstore.tiers.clean_mark import take_mark, write_mark
+from kvstore.tiers.errors import ConfigError, StoreBusyError, StoreError
+from kvstore.tiers.io import FileIo, aligned_buffer, open_own_directory
+from kvstore.tiers.journal import Journal
+from kvstore.tiers.segment import (
+    HEADER_BYTES,
+    SEGMENT_MAGIC,
+    VOLUME_FILE,
+    VOLUME_MAGIC,
+    FileHeader,
+    parse_header,
+    segment_name,
+)
+from kvstore.tiers.survey import CATALOGUE_DIRECTORY, CLEAN_FILE, Survey, catalogue_files
+
+PAGE = 4096
+FIXED_BYTES = 8 * PAGE + LOCK_BYTES  # Two directories, volume, clean and their .new, with room.
+SEGMENT_ROW_BYTES = 256  # Of the segments table, and of the directory's own blocks.
+EXTENTS_PER_BLOCK = 170  # Half of what a block of ext4's extent tree holds: it splits in halves.
+
+
+def segment_cost(segment_bytes: int, slot_bytes: int) -> int:
+    """Bytes a segment takes at most: its file, and the blocks that list its extents.
+
+    A slot written into reserved blocks may split an extent; ext4 counts such blocks to the file.
+    """
+    extents = (segment_bytes - HEADER_BYTES) // slot_bytes + 2
+    return segment_bytes + PAGE * (1 + -(-extents // EXTENTS_PER_BLOCK)) + SEGMENT_ROW_BYTES
+
+
+def namespace_cost(namespace: Namespace) -> int:
+    """Bytes one namespace takes in the catalogue at worst."""
+    size = len(namespace.pack()) + 32
+    return min(PAGE, 4 * size) if size < 2000 else PAGE * (1 + -(-size // PAGE))
+
+
+class Volume:
+    """The files of one path, owned by this process.
+
+    Thread-safe, but segments are added and changed under the tier's lock only. Nothing here raises
+    after `open_files`, except for misuse.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        io: FileIo,
+        identity: Identity,
+        *,
+        budget_bytes: int,
+        per: int,
+        direct: bool,
+        released: Callable[[list[int]], None],
+    ) -> None:
+        """per: slots_per_segment_max. released: called with slots whose removal was committed."""
+        self.path = path
+        self.identity = identity
+        self.budget_bytes = budget_bytes
+        self.direct = direct
+        self.fds: dict[int, int] = {}
+        self.classes: dict[int, int] = {}  # segment -> slot_bytes
+        self.row_tokens: dict[int, int] = {}  # slot_bytes -> the most block_tokens of its rows
+        self.catalogue: Catalogue | None = None
+        self.broken = False  # The catalogue's device failed: nothing is written here any more.
+        self._io = io
+        self._directory = -1
+        self._header_fd = -1
+        self.journal = Journal(per, released)
+
+    # --- start and end
+
+    def open_files(self, found: Survey) -> dict[int, FileHeader]:
+        """Make or open the directory and every segment file; take the volume's lock.
+
+        Returns the headers of the segments; one whose header is damaged has none. Raises
+        StoreError, StoreBusyError or ConfigError.
+        """
+        self._directory = open_own_directory(self._io, self.path, "disk path")
+        try:
+            self._write_own_header()
+            headers: dict[int, FileHeader] = {}
+            for segment in found.segments:
+                fd = self._io.open(
+                    segment_name(segment), write=True, direct=self.direct, directory=self._directory
+                )
+                self.fds[segment] = fd
+                header = self._read_segment_header(segment)
+                if header is not None:
+                    headers[segment] = header
+        except OSError as error:
+            raise StoreError(
+                f"{self.path} cannot be opened: {error.strerror}; check that device"
+            ) from None
+        return headers
+
+    def refuse_over_budget(self, headers: dict[int, FileHeader], found: Survey) -> None:
+        """Raise ConfigError if what is there already takes more than the budget."""
+        size = self.identity.segment_bytes
+        classes = [header.slot_bytes or 8192 for header in headers.values()]
+        need = FIXED_BYTES + sum(segment_cost(size, slot_bytes) for slot_bytes in classes)
+        need += max(found.catalogue_bytes, BASE_BYTES)
+        if need > self.budget_bytes:
+            raise ConfigError(
+                f"{self.path} takes {need} bytes already and its share of the disk capacity is "
+                f"{self.budget_bytes}; raise disk_capacity, or remove the directory to start anew"
+            )
+
+    def take_clean_mark(self) -> bool:
+        """Whether the catalogue is as a clean stop left it; the mark is removed."""
+        data, _ = catalogue_files(self.path)
+        return take_mark(self._io, self._directory, data, self.identity.store_id)
+
+    @property
+    def catalogue_directory(self) -> Path:
+        """Where the catalogue's files lie."""
+        return self.path / CATALOGUE_DIRECTORY
+
+    def open_catalogue(self, *, fresh: bool, keep_bytes: int = 0) -> Catalogue:
+        """Open the catalogue, or make a new one in the place of what is there.
+
+        keep_bytes: what its file has already; the map is at least as large.
+        """
+        data, lock = catalogue_files(self.path)
+        fd = open_own_directory(self._io, self.path / CATALOGUE_DIRECTORY, "catalogue directory")
+        self._io.close(fd)
+        if fresh:
+            for file in (data, lock):
+                if self._io.exists(file):
+                    self._io.unlink(file)
+        size = max(self._map_bytes({}), keep_bytes // PAGE * PAGE)
+        catalogue = Catalogue(data.parent, self._io, identity=self.identity, size_bytes=size)
+        self.catalogue = catalogue
+        if catalogue.grow(size) is not None:
+            raise StoreError(f"{self.path} has no room for its catalogue; free some space there")
+        self.journal.open(catalogue)
+        return catalogue
+
+    def remove_segment(self, segment: int) -> None:
+        """Remove the file of a segment that holds no block, at start."""
+        self._io.close(self.fds.pop(segment))
+        self.classes.pop(segment, None)
+        self._io.unlink(segment_name(segment), directory=self._directory)
+
+    def close(self) -> None:
+        """Commit what is pending, mark the stop as clean if it is, and close all files."""
+        clean = False
+        if self.catalogue is not None:
+            clean = self.journal.commit(None) is None
+            used = self.catalogue.used_bytes()
+            self.catalogue.close()
+            if clean:
+                data, _ = catalogue_files(self.path)
+                write_mark(self._io, self._directory, data, used, self.identity.store_id)
+        for fd in (*self.fds.values(), self._header_fd, self._directory):
+            if fd >= 0:
+                self._io.close(fd)
+        self.fds.clear()
+        self._header_fd = self._directory = -1
+
+    # --- segments
+
+    def restore_segment(self, segment: int, slot_bytes: int) -> None:
+        """At start: a segment of this class exists. Its file gets its full size if it lost it."""
+        fd = self.fds[segment]
+        self.classes[segment] = slot_bytes
+        if self._io.size(fd) != self.identity.segment_bytes:
+            self._io.truncate(fd, self.identity.segment_bytes)
+            self._io.allocate(fd, self.identity.segment_bytes)
+
+    def room_for_rows(self, slot_bytes: int, block_tokens: int) -> bool:
+        """Whether rows of so many tokens fit the map, for all slots of the class; grows the map."""
+        known = self.row_tokens.get(slot_bytes, 0)
+        if block_tokens <= known:
+            return True
+        self.row_tokens[slot_bytes] = block_tokens
+        if self._need({}) <= self.budget_bytes and self._grow_map({}):
+            return True
+        self.row_tokens[slot_bytes] = known
+        return False
+
+    def has_room(self, slot_bytes: int) -> bool:
+        """Whether another segment of this class fits the budget."""
+        return self._need({-1: slot_bytes}) <= self.budget_bytes
+
+    def add_segment(self, segment: int, slot_bytes: int) -> bool:
+        """Make a segment file, with all its blocks. Returns: whether it could be made."""
+        new = {segment: slot_bytes}
+        if not self.has_room(slot_bytes) or not self._grow_map(new):
+            return False
+        name = segment_name(segment)
+        fd = -1
+        try:
+            fd = self._io.open(
+                name,
+                create=True,
+                exclusive=True,
+                write=True,
+                direct=self.direct,
+                directory=self._directory,
+            )
+            self._io.allocate(fd, self.identity.segment_bytes)
+            self._write_segment_header(fd, segment, slot_bytes)
+            self._io.fsync(self._directory)
+        except OSError:
+            if fd >= 0:
+                self._io.close(fd)
+                self._io.unlink(name, directory=self._directory)
+            return False
+        self.fds[segment] = fd
+        self._set_class(segment, slot_bytes)
+        return True
+
+    def change_class(self, segment: int, slot_bytes: int) -> bool:
+        """Give a segment without blocks to another class. Returns: whether its rows have room."""
+        if self._need({segment: slot_bytes}) > self.budget_bytes:
+            return False
+        if not self._grow_map({segment: slot_bytes}):
+            return False
+        try:
+            self._write_segment_header(self.fds[segment], segment, slot_bytes)
+        except OSError:
+            return False
+        self._set_class(segment, slot_bytes)
+        return True
+
+    def set_quarantined(self, segment: int) -> None:
+        """Note for the next commit that a segment was abandoned."""
+        self.journal.set_segment(segment, self.classes[segment], SegmentState.QUARANTINED)
+
+    def rewrite_header(self, segment: int, slot_bytes: int) -> None:
+        """At start: write a segment's damaged header again. Raises OSError."""
+        self._write_segment_header(self.fds[segment], segment, slot_bytes)
+
+    # --- sums
+
+    def allocated_bytes(self) -> int:
+        """Bytes the volume takes on its device now, as du counts them."""
+        total = 0
+        places = [self.path, self.path / CATALOGUE_DIRECTORY, *catalogue_files(self.path)]
+        places += [self.path / VOLUME_FILE, self.path / CLEAN_FILE]
+        for place in places:
+            try:
+                total += self._io.status(place).st_blocks * 512
+            except OSError:
+                continue  # Not made yet, or gone.
+        for fd in list(self.fds.values()):
+            try:
+                total += self._io.allocated_bytes(fd)
+            except OSError:
+                continue
+        return total
+
+    # --- inside
+
+    def _need(self, new: dict[int, int]) -> int:
+        classes = {**self.classes, **new}
+        size = self.identity.segment_bytes
+        segments = sum(segment_cost(size, slot_bytes) for slot_bytes in classes.values())
+        return FIXED_BYTES + segments + self._map_bytes(new)
+
+    def _map_bytes(self, new: dict[int, int]) -> int:
+        rows = 0
+        for slot_bytes in {**self.classes, **new}.values():
+            slots = (self.identity.segment_bytes - HEADER_BYTES) // slot_bytes
+            rows += slots * worst_row_bytes(max(1, self.row_tokens.get(slot_bytes, 1)))
+            rows += SEGMENT_ROW_BYTES
+        return catalogue_bytes(rows, sum(map(namespace_cost, self.journal.namespaces.values())))
+
+    def _grow_map(self, new: dict[int, int]) -> bool:
+        return self.catalogue is not None and self.catalogue.grow(self._map_bytes(new)) is None
+
+    def _set_class(self, segment: int, slot_bytes: int) -> None:
+        self.classes[segment] = slot_bytes
+        self.journal.set_segment(segment, slot_bytes, SegmentState.USABLE)
+
+    def _write_own_header(self) -> None:
+        header = FileHeader(
+            VOLUME_MAGIC,
+            self.identity.store_id,
+            self.identity.volume,
+            self.identity.volumes,
+            self.identity.segment_bytes,
+            capacity_bytes=self.budget_bytes,
+        )
+        old = self._io.open(VOLUME_FILE, create=True, write=True, directory=self._directory)
+        if not self._io.lock(old):
+            self._io.close(old)
+            raise StoreBusyError(f"{self.path} is in use by another store; stop that one first")
+        self._header_fd = old
+        page = bytearray(HEADER_BYTES)
+        if self._io.pread(old, page, 0) == HEADER_BYTES and bytes(page) == header.pack():
+            return
+        self._io.pwrite(old, header.pack(), 0)
+        self._io.fdatasync(old)
+        self._io.fsync(self._directory)
+
+    def _read_segment_header(self, segment: int) -> FileHeader | None:
+        buffer = aligned_buffer(HEADER_BYTES)
+        if self._io.pread(self.fds[segment], buffer, 0) != HEADER_BYTES:
+            return None
+        header = parse_header(bytes(buffer), SEGMENT_MAGIC)
+        if not isinstance(header, FileHeader) or header.segment != segment:
+            return None
+        found = Identity(header.store_id, header.volume, header.volumes, header.segment_bytes)
+        if found != self.identity:
+            raise StoreError(
+                f"{self.path / segment_name(segment)} belongs to another store; move it away"
+            )
+        return header
+
+    def _write_segment_header(self, fd: int, segment: int, slot_bytes: int) -> None:
+        buffer = aligned_buffer(HEADER_BYTES)
+        header = FileHeader(
+            SEGMENT_MAGIC,
+            self.identity.store_id,
+            self.identity.volume,
+            self.identity.volumes,
+            self.identity.segment_bytes,
+            segment,
+            slot_bytes,
+        )
+        buffer[:] = header.pack()
+        self._io.pwrite(fd, buffer, 0)
+        self._io.fdatasync(fd)
+
+
+def refuse_too_small(budget_bytes: int, segment_bytes: int) -> None:
+    """Raise ConfigError for a share of the capacity that holds no segment with its rows."""
+    rows = (segment_bytes - HEADER_BYTES) // 8192 * worst_row_bytes(16) + SEGMENT_ROW_BYTES
+    least = FIXED_BYTES + segment_cost(segment_bytes, 8192) + catalogue_bytes(rows, PAGE)
+    if budget_bytes < least:
+        raise ConfigError(
+            f"each disk path needs at least {least} bytes for one segment of {segment_bytes}; "
+            "raise disk_capacity or lower the segment size"
+        )
