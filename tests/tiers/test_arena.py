@@ -41,7 +41,7 @@ def test_default_segments_fill_the_capacity_and_never_exceed_it(capacity: int) -
     assert total <= capacity < total + 4096 * (segments + 1)
     assert size <= 64 * MIB and size % 4096 == 0
     assert size >= min(MIB, (capacity - 8192) // 4096 * 4096)
-    assert segments >= 32 or size < 2 * MIB
+    assert segments >= 32 or size <= 2 * MIB
 
 
 def test_the_file_is_at_most_the_capacity(tmp_path: Path) -> None:
@@ -294,6 +294,22 @@ def test_close_leaves_a_file_that_took_the_name_alone(tmp_path: Path) -> None:
     owner.path.write_bytes(b"someone's")
     owner.close(keep=False)
     assert owner.path.read_bytes() == b"someone's"
+
+
+def test_a_file_that_vanishes_between_open_and_lock_is_not_used(tmp_path: Path) -> None:
+    path = left_behind(tmp_path)
+
+    class Racing(FileIo):
+        def lock(self, fd: int) -> bool:
+            if path.exists() and os.fstat(fd).st_ino == before:
+                path.unlink()
+            return super().lock(fd)
+
+    before = path.stat().st_ino
+    owner = arena(tmp_path, io=Racing())
+    assert path.stat().st_ino == os.fstat(owner.fd).st_ino
+    assert not owner.classes().any()
+    owner.close(keep=False)
 
 
 def test_no_descriptor_is_left_after_a_refusal_or_a_close(tmp_path: Path) -> None:

@@ -166,6 +166,18 @@ def test_without_a_run_the_emptiest_segment_comes_first() -> None:
     assert slab.reserve(8192, 5).tolist() == [16, 18, 20, 22, 0]
 
 
+def test_freed_slots_of_a_lower_segment_are_found_again() -> None:
+    slab = filled(segments=3)
+    slab.reserve(8192, 33)  # Into the third segment: the search starts there now.
+    slab.reserve(8192, 1)
+    slab.release(ids(4, 20, 21))
+    slab.check_integrity()
+    assert slab.reserve(8192, 2).tolist() == [20, 21]
+    assert slab.reserve(8192, 1).tolist() == [4]
+    slab.release(ids(7))
+    assert slab.reserve(8192, 16).tolist() == [*range(34, 48), 7]
+
+
 def test_a_mask_limits_segments() -> None:
     slab = Slab(4, SEGMENT, 0)
     odd = np.array([False, True, False, True])
