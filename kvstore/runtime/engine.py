@@ -9,7 +9,7 @@ The engine belongs to one thread. `abort` may be called between any two steps.
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -33,8 +33,10 @@ from kvstore.runtime.scheduler import (
 )
 from kvstore.sequence import as_tokens
 from kvstore.space import Space
-from kvstore.store import Store
 from kvstore.tiers.base import TierName
+
+if TYPE_CHECKING:
+    from kvstore.store import Store
 
 IDLE_WAIT_S = 0.05  # longest wait of a step that can only wait for a load
 GRACE_S = 0.02  # a load from host memory has its first layer within this, so the step waits for it
@@ -284,7 +286,8 @@ class Engine:
             if request.load is not None:
                 self._give_up(request)
             return False
-        request.chunks.append((start, work.length))
+        if not request.decoding:
+            request.chunks.append((start, work.length))
         request.computed += work.length
         request.recomputed_tokens += max(0, min(request.computed, request.reached) - start)
         request.reached = max(request.reached, request.computed)
@@ -398,4 +401,4 @@ class Engine:
 def _space_without_store(pool: PagePool) -> Space:
     """Makes the keys of an engine that has no store: lookups and saves are never asked of it."""
     identity = Identity(model="device only", layout=pool.layout, hash="xxh3-128")
-    return Space(cast(Store, None), identity, 0, chain_function("xxh3-128"))
+    return Space(cast("Store", None), identity, 0, chain_function("xxh3-128"))

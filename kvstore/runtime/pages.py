@@ -205,7 +205,7 @@ class PagePool:
         self._index.touch(found.rows)
 
     def _evict(self, count: int) -> None:
-        """Free up to `count` cached pages, coldest leaves first; a parent follows its last child."""
+        """Free up to `count` cached pages, coldest leaves first, then their parents."""
         left = self._index.clear(TierName.DEVICE, self._evictor.coldest(count))
         self._forget(left.free_slots)
         self._cached -= len(left.rows)

@@ -11,14 +11,17 @@ A load that fails ends the prefix where it failed, and the engine computes the r
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from kvstore.loading import Load
 from kvstore.planner import Planner
 from kvstore.pool import PagePool as StorePool
 from kvstore.runtime.pages import PagePool
 from kvstore.runtime.request import Request, State
 from kvstore.ticket import Ticket
 from kvstore.tiers.base import TierName
+
+if TYPE_CHECKING:
+    from kvstore.loading import Load
 
 PATIENCE = 10.0  # a load may take this many times what the plan said, and PATIENCE_MIN_S
 PATIENCE_MIN_S = 2.0
@@ -149,5 +152,5 @@ def _spans(ticket: Ticket, have: int, page_tokens: int) -> list[tuple[str, int]]
     return spans
 
 
-def _target(load: Load, page_tokens: int) -> int:
+def _target(load: "Load", page_tokens: int) -> int:
     return (load.skip + len(load.rows)) * page_tokens

@@ -3,14 +3,17 @@
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kvstore.loading import Load
 from kvstore.runtime.sampler import Sampling
 from kvstore.sequence import Sequence
 from kvstore.tiers.base import TierName
 from kvstore.tiers.errors import KvstoreError
+
+if TYPE_CHECKING:
+    from kvstore.loading import Load
 
 TOKENS_MAX = 1 << 20  # most new tokens that one request may ask for
 
@@ -90,13 +93,13 @@ class Request:
     finish_reason: FinishReason | None = None
     output: list[int] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
-    chunks: list[tuple[int, int]] = field(default_factory=list)  # (start, length) of each step
+    chunks: list[tuple[int, int]] = field(default_factory=list)  # (start, length) of prefill steps
     # Places
     pages: list[int] = field(default_factory=list)
     computed: int = 0
     offered: int = 0
     sound: int = 0  # tokens whose KV does not depend on `load`
-    load: Load | None = None
+    load: "Load | None" = None
     probing: bool = False  # `load` is a probe; the rest is planned after it
     stalled: bool = False  # a layer of `load` did not come in time
     patience_s: float = 0.0

@@ -29,7 +29,7 @@ def write_model(path: Path, seed: int = 0) -> Path:
         "max_position_embeddings": CONTEXT,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,
         "bos_token_id": 0,
         "eos_token_id": 1,
     }
@@ -40,7 +40,8 @@ def write_model(path: Path, seed: int = 0) -> Path:
         return torch.randn(rows, columns, generator=random) * scale * columns**-0.5
 
     tensors = {
-        "model.embed_tokens.weight": weight(VOCAB, HIDDEN, 4.0),
+        "model.embed_tokens.weight": weight(VOCAB, HIDDEN, 8.0),
+        "lm_head.weight": weight(VOCAB, HIDDEN, 4.0),
         "model.norm.weight": torch.ones(HIDDEN),
     }
     for layer in range(LAYERS):
