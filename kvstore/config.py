@@ -22,6 +22,7 @@ DISK_FREE_SHARE = 0.5
 SEGMENT_MIN_BYTES = 1 << 20
 SEGMENT_MAX_BYTES = 64 << 20
 SEGMENTS_AIM = 32
+SEGMENTS_MAX = 256  # each is an open file on disk
 CAPACITY_MIN_BYTES = 4 << 20
 CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -90,7 +91,7 @@ class Config:
         return self.disk_paths[0] if self.disk_paths else None
 
 
-# TOML table and key -> (field, kind). Arguments of kvstore.open use the names on the left of ARGUMENTS.
+# TOML table and key -> (field, kind). Arguments of kvstore.open are the names in ARGUMENTS.
 TOML_OPTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "host": {
         "capacity": ("host_capacity_bytes", "size"),
@@ -151,7 +152,7 @@ def load_config(source: str | Path | None = None, **arguments: Any) -> Config:
 
 
 def with_defaults(config: Config, *, free_bytes: int | None) -> Config:
-    """Fill in the capacities that were left to the store. `free_bytes`: free space at the home path."""
+    """Fill in the capacities that were left to the store. `free_bytes`: free at the home path."""
     host = config.host_capacity_bytes
     if not host:
         host = min(HOST_DEFAULT_MAX_BYTES, int(HOST_MEMORY_SHARE * memory_limit_bytes()))
@@ -169,6 +170,8 @@ def segment_bytes(capacity_bytes: int) -> int:
     """
     base = SEGMENT_MIN_BYTES
     while base < SEGMENT_MAX_BYTES and base * SEGMENTS_AIM * 2 <= capacity_bytes:
+        base *= 2
+    while base * SEGMENTS_MAX < capacity_bytes:
         base *= 2
     return base + base // 64
 

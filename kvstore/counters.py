@@ -1,4 +1,6 @@
-"""Counters of a store: a mapped file of 64-bit numbers, so they survive a kill and can be read beside the owner.
+"""Counters of a store: a mapped file of 64-bit numbers.
+
+They survive a kill and can be read beside the owner.
 
 File format (little-endian): magic "KVCOUNT1", uint32 version, uint32 number of counters, 48 bytes
 of zeros, then one uint64 for each name in NAMES, up to 4096 bytes. Names are only ever appended.
@@ -21,6 +23,7 @@ from kvstore.tiers.io import FileIo
 MAGIC = b"KVCOUNT1"
 VERSION = 1
 FILE_BYTES = 4096
+EPOCH_S = 1_577_836_800  # 2020-01-01: seconds since then fit 30 bits until 2054
 HEADER = struct.Struct("<8sII48x")
 
 TIERS = ("device", "host", "disk")
@@ -118,8 +121,8 @@ class Counters:
         return {name: int(value) for name, value in zip(NAMES, self._values, strict=True)}
 
     def next_boot(self) -> int:
-        """A number larger than that of every earlier owner, even where this file was lost: 32 bits."""
-        boot = max(self.get("boot") + 1, int(time.time()))
+        """A number larger than every earlier owner's, even where this file was lost: 30 bits."""
+        boot = max(self.get("boot") + 1, int(time.time()) - EPOCH_S)
         self.set("boot", boot)
         return boot
 

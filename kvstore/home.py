@@ -1,4 +1,4 @@
-"""A store's directory: `lock`, `store.toml` and `counters`; the disk tier's `disk0` lies beside them.
+"""A store's directory: `lock`, `store.toml`, `counters`, and the disk tier's `disk0`.
 
 store.toml is written once, atomically, when the store is made: format, store id, hash, capacity and
 segment size. What it says counts over a configuration that differs, or the store is refused.

@@ -16,7 +16,8 @@ TEXT_MAX_BYTES = 4096
 class Identity:
     """What must be equal for two engines to share blocks.
 
-    model: digest of the weights, or of config, index and sizes with the revision; never a display name.
+    model: digest of the weights, or of config, index and sizes with the revision; never a mere
+      display name.
     layout: with the effective dtype.  hash: how keys are made.
     adapter: LoRA name and version, "" for none.  shards: number of tensor-parallel ranks.
     attributes: RoPE and attention parameters, and whatever else changes the bytes.

@@ -18,8 +18,8 @@ import numpy.typing as npt
 from kvstore.placement import Placement
 from kvstore.pool import PagePool
 from kvstore.reads import Reads
-from kvstore.tiers.base import MissReason, TierName
 from kvstore.ticket import Ticket
+from kvstore.tiers.base import MissReason, TierName
 
 LOADER_THREADS = 4
 Longs = npt.NDArray[np.int64]
@@ -108,7 +108,9 @@ class Load:
         held = self.skip * self.pool.layout.block_tokens + self.skip_pages * self.pool.page_tokens
         return max(held, (self.skip + self.limit) * self.pool.layout.block_tokens)
 
-    def copy(self, block: int, payloads: npt.NDArray[np.uint64], runs: tuple[int, int | None]) -> None:
+    def copy(
+        self, block: int, payloads: npt.NDArray[np.uint64], runs: tuple[int, int | None]
+    ) -> None:
         """Fill the pages of blocks `block`.. of `rows` from payloads, for a range of runs."""
         pages = self.pages[block : block + len(payloads)]
         skip_pages = self.skip_pages if block == 0 else 0
@@ -167,7 +169,7 @@ class Loader:
             thread.start()
 
     def submit(self, load: Load) -> bool:
-        """Queue a load whose rows are held. Returns False, and does nothing, when the queue is full."""
+        """Queue a load whose rows are held. Returns False, having done nothing, if it is full."""
         try:
             self._queue.put_nowait(load)
         except queue.Full:
@@ -207,9 +209,11 @@ class Loader:
         placement = self._placement
         unverified = placement.unverified(load.rows[: len(slots)])
         for block in unverified.tolist():
-            fault = placement.check_host(load.ticket.sequence, load.skip + block, slots[block])
+            fault = placement.check_host(
+                load.ticket.sequence, load.skip + block, int(load.rows[block]), int(slots[block])
+            )
             if fault is None:
-                placement.mark_verified(load.rows[block])
+                placement.mark_verified(int(load.rows[block]))
                 continue
             load.cut(block, fault)
             placement.drop_bad(int(load.rows[block]), TierName.HOST)

@@ -1,5 +1,6 @@
-"""Opening and closing the parts of a store, in an order that leaves nothing behind when one fails."""
+"""Opening and closing the parts of a store; one that fails to open leaves nothing behind."""
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -15,8 +16,7 @@ from kvstore.tiers.base import TierName
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.errors import ConfigError
 from kvstore.tiers.host import HostTier
-from kvstore.tiers.io import FileIo
-from kvstore.tiers.layout import Layout
+from kvstore.tiers.io import FileIo, open_own_directory
 
 ROWS_EXPECTED_MAX = 1 << 20
 SLOT_TYPICAL_BYTES = 256 << 10
@@ -31,6 +31,7 @@ class Opened:
     counters: Counters
     host: HostTier
     disk: DiskTier | None
+    disks: ThreadPoolExecutor
     placement: Placement
     starter: Starter
 
@@ -44,10 +45,6 @@ class Opened:
             counters.set("disk_capacity_bytes", self.disk.capacity_bytes)
             counters.set("disk_used_bytes", self.disk.used_bytes)
             counters.set("disk_blocks", index.blocks(TierName.DISK))
-
-    def space_number(self, digest: bytes, layout: Layout, label: str, slot_bytes: int) -> int:
-        """The index's number of a namespace, and a row for it in every catalogue."""
-        return self.starter.space_number(digest, layout, label, slot_bytes)
 
     def check_integrity(self) -> None:
         """AssertionError if index and tiers disagree. Under the placement's lock."""
@@ -70,6 +67,7 @@ class Opened:
             self.set_gauges()
             self.counters.set("host_used_bytes", 0)
             self.counters.set("host_blocks", 0)
+        self.disks.shutdown()
         self.host.close(keep=False)
         if self.disk is not None:
             self.disk.close()
@@ -90,6 +88,8 @@ def open_parts(config: Config, io: FileIo) -> Opened:
             facts = facts or _new_facts(config)
         else:
             config = with_defaults(config, free_bytes=None)
+        disks = ThreadPoolExecutor(config.io_threads, "kvstore-disk")
+        undo.callback(disks.shutdown)
         counters = Counters.open(home.counters_path, io) if home else Counters.in_memory()
         undo.callback(counters.close)
         boot = counters.next_boot()
@@ -104,7 +104,7 @@ def open_parts(config: Config, io: FileIo) -> Opened:
         undo.callback(host.close, keep=True)
         disk = None
         if home is not None and facts is not None:
-            disk = open_disk(config, facts, io)
+            disk = open_disk(config, facts, io, disks)
             undo.callback(disk.close)
             if home.facts() != facts:
                 home.write_facts(facts)
@@ -113,18 +113,23 @@ def open_parts(config: Config, io: FileIo) -> Opened:
         index = Index(tiers, rows_expected=min(max(rows, 1024), ROWS_EXPECTED_MAX))
         placement = Placement(index, host, disk, counters, boot)
         undo.pop_all()
-        return Opened(config, home, counters, host, disk, placement, Starter(placement))
+        return Opened(config, home, counters, host, disk, disks, placement, Starter(placement))
 
 
-def open_disk(config: Config, facts: StoreFacts, io: FileIo) -> DiskTier:
+def open_disk(config: Config, facts: StoreFacts, io: FileIo, disks: ThreadPoolExecutor) -> DiskTier:
     """The disk tier over the store's paths: disk0 in the home, disk1.. in the other paths."""
+    for path in facts.paths[1:]:
+        io.close(open_own_directory(io, path, "disk path"))
     return DiskTier(
         [path / f"disk{number}" for number, path in enumerate(facts.paths)],
-        facts.disk_capacity_bytes - OVERHEAD_BYTES,
+        facts.disk_capacity_bytes,
         facts.disk_segment_bytes,
+        io,
         store_id=facts.store_id,
-        io=io,
+        submit=disks.submit,
+        threads=config.io_threads,
         direct=config.direct,
+        other_bytes=OVERHEAD_BYTES,
     )
 
 
@@ -155,9 +160,7 @@ def _settle(config: Config, facts: StoreFacts | None, io: FileIo) -> Config:
             f"the store in {config.home} was made for {facts.disk_capacity_bytes} bytes on disk; "
             "open it with that capacity, or with none"
         )
-    config = replace(
-        config, disk_paths=facts.paths, disk_capacity_bytes=facts.disk_capacity_bytes
-    )
+    config = replace(config, disk_paths=facts.paths, disk_capacity_bytes=facts.disk_capacity_bytes)
     return with_defaults(config, free_bytes=None)
 
 

@@ -6,6 +6,8 @@ here waits for a disk.
 
 import itertools
 import threading
+import time
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,20 +17,41 @@ import numpy.typing as npt
 from kvstore.counters import Counters
 from kvstore.eviction import Evictor
 from kvstore.hashing.checksum import verify_runs
-from kvstore.index import Index, Left
+from kvstore.index import Index
+from kvstore.outcomes import Left
 from kvstore.rows import VERIFIED, Ints, Longs
 from kvstore.sequence import Sequence
 from kvstore.tiers.base import MissReason, SaveDrop, TierName
+from kvstore.tiers.errors import StoreError
 from kvstore.tiers.host import HostTier
-from kvstore.tiers.record import HeaderFault
+from kvstore.tiers.record import HeaderFault, RecordFormat
 
 if TYPE_CHECKING:
-    from kvstore.tiers.disk import DiskTier
     from kvstore.loading import LoadResult
+    from kvstore.tiers.disk import DiskTier
 
 READ_TRIES = 2
 NO_ROWS = np.zeros(0, np.int32)
 NO_MEDIA = bytes(32)
+
+
+@dataclass(frozen=True)
+class SpaceFacts:
+    """What write-back must know of a namespace. layout: canonical bytes, or b"" where unknown."""
+
+    digest: bytes
+    record: RecordFormat
+    layout: bytes
+    label: str
+
+
+@dataclass
+class Dirty:
+    """Rows that host memory alone holds, root first, since a moment on the monotonic clock."""
+
+    rows: Ints
+    generations: npt.NDArray[np.uint32]
+    since_s: float
 
 
 @dataclass
@@ -62,7 +85,8 @@ class Placement:
         self.counters = counters
         self.started = threading.Event()  # the disk's rows are in the index
         self.dirty_changed = threading.Condition(self.lock)
-        self.dirty: list[tuple[int, int]] = []  # (row, generation) to write to disk, root first
+        self.dirty: deque[Dirty] = deque()  # what write-back has to do, root first
+        self.spaces: dict[int, SpaceFacts] = {}  # by their number in the index
         self._evict_host = Evictor(index, TierName.HOST)
         self._generation = itertools.count(boot << 32)
 
@@ -116,7 +140,7 @@ class Placement:
             last, drop = start + len(slots), SaveDrop.HOST_FULL
         generations = self.new_generations(len(slots))
         known = found.rows[present : present + len(slots)]
-        # A block that lies on disk keeps its record's generation, or the disk's copy would not match.
+        # A block that lies on disk keeps its record's generation: the disk's copy must match.
         generations[: len(known)] = self.index.rows.content[known]
         return SavePlan(start, last, anchor, slots, generations, present, drop)
 
@@ -161,18 +185,22 @@ class Placement:
         self.index.rows.flags[rows] |= VERIFIED
         if self.disk is not None:
             self.mark_dirty(rows[self.index.slots(TierName.DISK, rows) < 0])
+            if self.host.used_bytes * 2 > self.host.capacity_bytes:
+                self.dirty_changed.notify_all()
 
     def mark_dirty(self, rows: Ints) -> None:
         """Queue rows, root first, for write-back."""
-        if len(rows):
-            generations = self.index.generations(rows).tolist()
-            self.dirty.extend(zip(rows.tolist(), generations, strict=True))
-            self.dirty_changed.notify_all()
+        if len(rows) and self.disk is not None:
+            self.dirty.append(Dirty(rows, self.index.generations(rows), time.monotonic()))
+
+    def mark_dirty_first(self, rows: Ints) -> None:
+        """Put rows back at the head of the queue."""
+        self.dirty.appendleft(Dirty(rows, self.index.generations(rows), 0.0))
 
     # --- slots of host memory
 
     def host_slots(self, slot_bytes: int, count: int) -> Longs:
-        """Up to `count` host slots; blocks colder than these give way, leaf-first, if they are on disk.
+        """Up to `count` host slots; the coldest blocks give way, leaf-first, if they are on disk.
 
         Without a disk tier any block may go. Never waits. Fewer slots mean host memory is full.
         """
@@ -196,7 +224,7 @@ class Placement:
         return self._steal_host_segment(slot_bytes)
 
     def _steal_host_segment(self, slot_bytes: int) -> bool:
-        """Give the coldest segment of another size to this one; its blocks leave with their descendants."""
+        """Give the coldest segment of another size to this one; its blocks and all below leave."""
         slab = self.host.slab
         segment = self._evict_host.coldest_segment(
             slab, slot_bytes, clean_only=self.disk is not None
@@ -235,7 +263,7 @@ class Placement:
             self.disk.remove(slots[TierName.DISK])
 
     def drop_bad(self, row: int, tier: TierName) -> None:
-        """A stored block failed its check: it leaves the tier with its descendants, so a save heals it."""
+        """A block failed its check: it leaves the tier with its descendants; a save heals it."""
         with self.lock:
             self.counters.add(f"bad_blocks.{tier}")
             rows = np.array([row], np.int32)
@@ -251,6 +279,21 @@ class Placement:
         only_host = left.rows[self.index.slots(TierName.HOST, left.rows) >= 0]
         order = np.argsort(self.index.rows.depth[only_host], kind="stable")
         self.mark_dirty(only_host[order])
+
+    def drop_disk_slots(self, slots: Longs) -> None:
+        """The disk tier gave slots up by itself: their blocks are not on disk any more."""
+        if len(slots):
+            rows = self.index.rows_of(tier=TierName.DISK)
+            lost = rows[np.isin(self.index.slots(TierName.DISK, rows), slots)]
+            self.left(TierName.DISK, self.index.drop_subtree(lost, TierName.DISK))
+
+    def disk_namespace(self, space: SpaceFacts) -> int:
+        """The catalogue's number of a namespace."""
+        assert self.disk is not None
+        number = self.disk.namespace_number(space.digest, space.layout, space.label)
+        if number is None:
+            raise StoreError("the disk tier holds too many namespaces; start a new store")
+        return number
 
     # --- reading
 
@@ -306,7 +349,7 @@ class Placement:
         return None
 
     def publish_reads(self, rows: Ints, slots: Longs, good: npt.NDArray[np.bool_]) -> None:
-        """Blocks read from disk stay in host memory where their parent is there; slots of others go back."""
+        """Blocks read from disk stay in host memory where their parent is; other slots go back."""
         kept = np.zeros(len(rows), bool)
         kept[good] = self.index.place(TierName.HOST, rows[good], slots[good])
         self._entered_host(rows[kept])
@@ -315,7 +358,7 @@ class Placement:
     def count_load(
         self, sequence: Sequence, skip: int, blocks: dict[TierName, int], result: "LoadResult"
     ) -> None:
-        """Count a finished load. A block of a request is a hit once, however often it was loaded."""
+        """Count a finished load. A block of a request is one hit, however often it is loaded."""
         block_tokens = sequence.space.layout.block_tokens
         end = skip + sum(blocks.values())
         with self.lock:

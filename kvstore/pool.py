@@ -19,7 +19,7 @@ from kvstore.tiers.layout import Layout
 
 @dataclass(frozen=True)
 class ArrayView:
-    """Address, shape, strides (bytes) and item size of a NumPy or torch array; nothing is copied."""
+    """Address, shape, strides (bytes) and item size of a NumPy or torch array."""
 
     address: int
     shape: tuple[int, ...]
@@ -94,7 +94,7 @@ class PagePool:
         if len(ids) < need:
             raise LayoutError(f"{blocks} blocks need {need} page ids; {len(ids)} were given")
         ids = ids[:need]
-        if need and not (0 <= int(ids.min()) and int(ids.max()) < self.pages):
+        if need and not (int(ids.min()) >= 0 and int(ids.max()) < self.pages):
             raise LayoutError(f"a page id lies outside the pool's 0..{self.pages - 1}")
         return ids.reshape(blocks, self.pages_per_block)
 
@@ -122,7 +122,7 @@ class PagePool:
             scatter(self.table, pages, payloads, first_run, last_run)
 
     def self_test(self, page: int | None = None) -> None:
-        """Write a pattern into one page through the store's path, read it through the array, restore it.
+        """Write a pattern into one page by the store's path, read it by the array, restore it.
 
         page: which page; the last one unless told. Raises LayoutError when the two paths disagree.
         """

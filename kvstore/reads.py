@@ -83,9 +83,10 @@ class Reads:
             flying = [self._flights.get(row) for row in rows.tolist()]
             wanted = sum(f is None and host < 0 for f, host in zip(flying, hosts, strict=True))
             slots = placement.host_slots(slot_bytes, wanted).tolist()
-            for block, row, host, disk, flight in zip(
+            for block, row, host, disk, known in zip(
                 range(first, last), rows.tolist(), hosts, disks, flying, strict=True
             ):
+                flight = known
                 if flight is None:
                     if host < 0 and disk < 0:
                         load.cut(block, MissReason.INVALIDATED)

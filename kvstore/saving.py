@@ -149,7 +149,9 @@ class Saver:
         with placement.lock:
             at = sequence.saved_blocks
             if at and not placement.is_tail(sequence.tail):
-                at = 0  # An ancestor left host memory since: the whole table is at hand, save it again.
+                at = (
+                    0  # An ancestor left host memory; the whole table is at hand, so save it again.
+                )
         while at < job.last:
             end = min(at + CHUNK_BLOCKS, job.last)
             if not self._save_chunk(job, at, end):

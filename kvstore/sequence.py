@@ -9,10 +9,10 @@ import numpy.typing as npt
 from kvstore.tiers.errors import TokenError
 
 if TYPE_CHECKING:
-    from kvstore.loading import Ticket
     from kvstore.pool import PagePool
     from kvstore.saving import Save
     from kvstore.space import Space
+    from kvstore.ticket import Ticket
 
 TOKENS_MAX = 1 << 26
 FIRST_CAPACITY = 256

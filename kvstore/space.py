@@ -1,4 +1,4 @@
-"""A namespace of a store: one model, one layout, one tenant. Where sequences and pools come from."""
+"""A namespace of a store: one model, one layout, one tenant; it makes sequences and pools."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore.hashing.chain import ChainFunction
 from kvstore.hashing.namespace import root_key
 from kvstore.identity import Identity
+from kvstore.placement import SpaceFacts
 from kvstore.pool import PagePool
 from kvstore.sequence import Sequence as TokenSequence
 from kvstore.tiers.layout import Layout
@@ -38,6 +39,10 @@ class Space:
     def label(self) -> str:
         """For people: model and tenant, never the salt."""
         return f"{self.identity.model[:80]} {self.identity.tenant[:40]}".strip()
+
+    def facts(self) -> SpaceFacts:
+        """What write-back needs of it."""
+        return SpaceFacts(self.digest, self.record, self.layout.canonical(), self.label)
 
     def pool(self, arrays: Sequence[Any], page_tokens: int | None = None) -> PagePool:
         """The engine's pages, described run by run and tested by writing and reading one page.

@@ -1,32 +1,123 @@
-"""Starting: what the tiers hold goes into the index, all at once, while lookups answer Miss(starting)."""
+"""Starting: what the tiers hold goes into the index; lookups answer Miss(starting) meanwhile."""
 
-import json
-from typing import TYPE_CHECKING
+import numpy as np
+import numpy.typing as npt
 
-from kvstore.placement import Placement
-from kvstore.tiers.layout import CacheGroup, Layout
-from kvstore.tiers.record import RecordFormat
-
-if TYPE_CHECKING:
-    from kvstore.tiers.catalogue_tables import Namespace
+from kvstore.bulk import StoredBlocks, bulk_load
+from kvstore.inspect import layout_of
+from kvstore.placement import Placement, SpaceFacts
+from kvstore.tiers.base import TierName
+from kvstore.tiers.catalogue_row import Rows, slots_of_rows
+from kvstore.tiers.host_scan import FoundRecords
+from kvstore.tiers.layout import Layout
+from kvstore.tiers.record import ALIGN, RecordFormat
 
 
 class Starter:
-    """Fills an index from a taken-over arena and from the catalogues; numbers the namespaces."""
+    """Fills an index from a taken-over arena and from the catalogues; numbers the namespaces.
+
+    failure: what `start` raised, for the thread that waits for it.
+    """
 
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
         self._numbers: dict[bytes, int] = {}
+        self.failure: BaseException | None = None
 
-    def space_number(self, digest: bytes, layout: Layout, label: str, slot_bytes: int) -> int:
+    def space_number(self, digest: bytes, layout: Layout, slot_bytes: int) -> int:
         """The index's number of a namespace. Under the placement's lock."""
         if digest not in self._numbers:
-            index = self._placement.index
-            self._numbers[digest] = index.add_space(layout.block_tokens, slot_bytes)
+            self._numbers[digest] = self._placement.index.add_space(layout.block_tokens, slot_bytes)
         return self._numbers[digest]
 
     def start(self) -> None:
-        """Load everything, then let lookups in."""
+        """Load everything, then let lookups in. What it raises is kept in `failure`."""
         placement = self._placement
-        with placement.lock:
-            placement.started.set()
+        try:
+            if placement.disk is not None:
+                loaded = placement.disk.load()
+                with placement.lock:
+                    for rows in loaded.rows.values():
+                        self._add_disk(rows)
+            with placement.lock:
+                if placement.host.taken_over:
+                    for found in placement.host.scan():
+                        self._add_host(found)
+                placement.started.set()
+        except BaseException as failure:
+            self.failure = failure
+
+    def _add_disk(self, rows: Rows) -> None:
+        placement = self._placement
+        assert placement.disk is not None
+        namespaces = placement.disk.namespaces()
+        block_tokens = rows["tokens"].shape[1]
+        spaces = np.full(max(namespaces, default=0) + 1, -1, np.int64)
+        for number, namespace in namespaces.items():
+            layout = layout_of(namespace.layout)
+            own = rows["slot_pages"][rows["namespace"] == number]
+            if layout is None and len(own):
+                # The catalogue lost the layout; the rows themselves say how large a slot is.
+                spaces[number] = self._known(namespace.digest, block_tokens, int(own[0]) * ALIGN)
+            elif layout is not None and layout.block_tokens == block_tokens:
+                size = RecordFormat.of(layout).slot_bytes
+                spaces[number] = self._known(namespace.digest, block_tokens, size)
+        slots = slots_of_rows(rows, placement.disk.per)
+        numbers = spaces[np.minimum(rows["namespace"], len(spaces) - 1)]
+        whole = (numbers >= 0) & (rows["namespace"] < len(spaces))
+        placed = np.full(len(rows), -1, np.int32)
+        placed[whole] = bulk_load(
+            placement.index,
+            TierName.DISK,
+            StoredBlocks(
+                keys=_digests(rows["key"][whole]),
+                parents=_digests(rows["parent"][whole]),
+                spaces=numbers[whole].astype(np.uint16),
+                tokens=np.ascontiguousarray(rows["tokens"][whole]),
+                depths=rows["depth"][whole],
+                contents=rows["generation"][whole],
+                slots=slots[whole],
+            ),
+        )
+        placement.disk.remove(slots[placed < 0])
+
+    def _add_host(self, found: FoundRecords) -> None:
+        """Blocks of a former owner: unverified until their first read; not on disk means dirty."""
+        placement, fixed = self._placement, found.fixed
+        record = found.format
+        digests = np.ascontiguousarray(fixed["namespace"])
+        names, which = np.unique(digests, return_inverse=True)
+        numbers = np.array(
+            [self._known(bytes(n), record.block_tokens, record.slot_bytes) for n in names]
+        )
+        for name, number in zip(names, numbers.tolist(), strict=True):
+            placement.spaces.setdefault(number, SpaceFacts(bytes(name), record, b"", ""))
+        placed = bulk_load(
+            placement.index,
+            TierName.HOST,
+            StoredBlocks(
+                keys=_digests(fixed["key"]),
+                parents=_digests(fixed["parent"]),
+                spaces=numbers[which].astype(np.uint16),
+                tokens=found.tokens,
+                depths=fixed["depth"],
+                contents=fixed["generation"],
+                slots=found.slots,
+                media=np.ascontiguousarray(fixed["media"]).view(np.uint8).reshape(-1, 32),
+            ),
+        )
+        placement.release_host_slots(found.slots[placed < 0])
+        rows = placed[placed >= 0]
+        rows = rows[placement.index.slots(TierName.DISK, rows) < 0] if placement.disk else rows[:0]
+        order = np.argsort(placement.index.rows.depth[rows], kind="stable")
+        placement.mark_dirty(rows[order])
+
+    def _known(self, digest: bytes, block_tokens: int, slot_bytes: int) -> int:
+        if digest not in self._numbers:
+            self._numbers[digest] = self._placement.index.add_space(block_tokens, slot_bytes)
+        return self._numbers[digest]
+
+
+def _digests(column: npt.NDArray[np.void]) -> npt.NDArray[np.uint8]:
+    """A column of 16-byte values as uint8 [n, 16]."""
+    return np.ascontiguousarray(column).view(np.uint8).reshape(-1, 16)

@@ -6,7 +6,6 @@ lookup -> load (host memory and disk into the engine's pages) -> [the engine com
 
 import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,11 @@ SAVE_DROPS = SaveDrop
 
 
 def open(
-    source: str | Path | None = None, *, wait: bool = True, io: FileIo | None = None, **settings: Any
+    source: str | Path | None = None,
+    *,
+    wait: bool = True,
+    io: FileIo | None = None,
+    **settings: Any,
 ) -> "Store":
     """Open a store, making it where there is none; this process owns it until `close`.
 
@@ -48,7 +51,7 @@ def open(
 
 
 class Store:
-    """A tiered store of KV blocks: host memory and disk. Thread-safe; a sequence belongs to one thread."""
+    """A tiered store of KV blocks: host memory and disk. Thread-safe; sequences are not."""
 
     def __init__(self, config: Config, *, io: FileIo | None = None, wait: bool = True) -> None:
         parts: Opened = open_parts(config, io or FileIo())
@@ -59,14 +62,18 @@ class Store:
         self._leases = Leases(config.lease_s)
         self._spaces: dict[bytes, Space] = {}
         self._closed = False
-        self._disks = ThreadPoolExecutor(config.io_threads, "kvstore-disk")
         self._saver = Saver(parts.placement, config.save_queue_blocks)
-        self._loader = Loader(parts.placement, self._disks, config.load_queue)
-        self._writer = Writer(parts.placement, self._disks, self.config) if parts.disk else None
-        self._starter = threading.Thread(target=parts.starter.start, name="kvstore-start", daemon=True)
+        self._loader = Loader(parts.placement, parts.disks, config.load_queue)
+        self._writer = Writer(parts.placement, parts.disks, self.config) if parts.disk else None
+        self._starter = threading.Thread(
+            target=parts.starter.start, name="kvstore-start", daemon=True
+        )
         self._starter.start()
         if wait:
             self._starter.join()
+            if parts.starter.failure is not None:
+                self.close()
+                raise parts.starter.failure
 
     # --- a namespace
 
@@ -105,9 +112,8 @@ class Store:
                 return self._spaces[digest]
             space = Space(self, identity, -1, chain or chain_function(self.config.hash))
             self._refuse_too_large(space.record.slot_bytes)
-            space.number = self._parts.space_number(
-                digest, layout, space.label, space.record.slot_bytes
-            )
+            space.number = self._parts.starter.space_number(digest, layout, space.record.slot_bytes)
+            self._placement.spaces[space.number] = space.facts()
             self._spaces[digest] = space
             return space
 
@@ -118,7 +124,7 @@ class Store:
                 f"a block takes {slot_bytes} bytes, more than a segment of host memory; "
                 f"give the host tier at least {slot_bytes * 32} bytes or lower block_tokens"
             )
-        if placement.disk is not None and not placement.disk.fits(slot_bytes):
+        if placement.disk is not None and not placement.disk.slab.fits(slot_bytes):
             raise LayoutError(
                 f"a block takes {slot_bytes} bytes, more than a segment on disk; "
                 f"give the disk tier at least {slot_bytes * 32} bytes or lower block_tokens"
@@ -220,10 +226,14 @@ class Store:
             self._end_lease(ticket.lease)
 
     def save(self, sequence: Sequence, pool: PagePool, page_ids: Any) -> Save:
-        """Copy new full blocks from the engine's pages into host memory, asynchronously."""
+        """Copy new full blocks from the engine's pages into host memory, asynchronously.
+
+        A table shorter than the sequence, as in the middle of a chunked prefill, saves what it has.
+        """
         self._refuse_closed()
         self._refuse_other_pool(sequence, pool)
-        return self._saver.submit(sequence, pool, pool.block_pages(page_ids, sequence.blocks))
+        blocks = min(sequence.blocks, len(page_ids) // pool.pages_per_block)
+        return self._saver.submit(sequence, pool, pool.block_pages(page_ids, blocks))
 
     # --- the store itself
 
@@ -255,7 +265,10 @@ class Store:
         """Leases and holds that are out now; all zero when nothing is under way."""
         with self._placement.lock:
             self._expire()
-            return {"leases": self._placement.index.uses.leased, "holds": self._placement.index.uses.held}
+            return {
+                "leases": self._placement.index.uses.leased,
+                "holds": self._placement.index.uses.held,
+            }
 
     def close(self) -> None:
         """Finish saves, write back what is dirty, and give the store up. Idempotent."""
@@ -267,7 +280,6 @@ class Store:
         self._loader.close()
         if self._writer is not None:
             self._writer.close()
-        self._disks.shutdown()
         self._parts.close()
 
     def __enter__(self) -> "Store":

@@ -1,0 +1,276 @@
+"""Write-back: what host memory alone holds goes to disk in the background, root-first, in groups.
+
+A group is up to GROUP_BLOCKS blocks of one namespace. While one group is committed the next is
+written. When the disk is full, colder blocks give way: their removal rides on a group's commit, and
+a reserve of free slots keeps the next group from waiting for it. A block that is colder than all
+that it would displace is not written.
+"""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.config import Config
+from kvstore.eviction import Evictor
+from kvstore.placement import Placement, SpaceFacts
+from kvstore.rows import Ints, Longs
+from kvstore.tiers.base import TierName
+from kvstore.tiers.catalogue_row import Rows, rows_of
+from kvstore.tiers.disk_outcomes import WriteFailed, Written
+
+GROUP_BLOCKS = 64
+RESERVE_BLOCKS = 2 * GROUP_BLOCKS
+WRITERS = 2
+CHECK_S = 0.25
+RETRY_S = 1.0
+START_AT = 0.5
+ROOM_TRIES = 4
+NO_SLOTS: Longs = np.zeros(0, np.int64)
+
+
+@dataclass
+class Group:
+    """Rows, root first, that are being written. All are held, and so are their parents on disk."""
+
+    number: int
+    space: SpaceFacts
+    rows: Ints
+    parents: Ints
+    age: int  # of its oldest block: only older blocks give way to it
+
+
+class Writer:
+    """The threads that write back. One queue, at most WRITERS groups under way."""
+
+    def __init__(self, placement: Placement, disks: ThreadPoolExecutor, config: Config) -> None:
+        assert placement.disk is not None
+        self._placement = placement
+        self._disk = placement.disk
+        self._config = config
+        self._evict = Evictor(placement.index, TierName.DISK)
+        self._flying: set[int] = set()  # rows of the groups under way
+        self._groups = 0  # taken so far
+        self._settled = 0  # finished so far; groups finish in the order they were taken
+        self._flushing = 0
+        self._closed = False
+        self._retry_at = 0.0
+        self._changed = placement.dirty_changed
+        self._threads = [
+            threading.Thread(target=self._run, name=f"kvstore-write-{n}", daemon=True)
+            for n in range(WRITERS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def flush(self) -> None:
+        """Wait until everything dirty now was written, or could not be."""
+        with self._changed:
+            self._flushing += 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._placement.dirty and not self._flying)
+            self._flushing -= 1
+
+    def close(self) -> None:
+        """Write what is dirty and stop."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                group = None
+                if self._is_due():
+                    group = self._take()
+                elif self._closed and not self._placement.dirty:
+                    return
+                if group is None:
+                    self._changed.notify_all()
+                    self._changed.wait(CHECK_S)
+                    continue
+            self._write(group)
+
+    def _is_due(self) -> bool:
+        """Whether to write now: asked to, short of clean memory, or blocks waited long enough."""
+        placement = self._placement
+        if not placement.dirty or (time.monotonic() < self._retry_at and not self._closed):
+            return False
+        if self._closed or self._flushing:
+            return True
+        if time.monotonic() - placement.dirty[0].since_s >= self._config.dirty_age_s:
+            return True
+        index, host = placement.index, placement.host
+        blocks = index.blocks(TierName.HOST)
+        dirty_bytes = host.used_bytes * (blocks - index.in_both) // max(1, blocks)
+        # Begin at half of what may be dirty: writing must be ahead of the saves when room is short.
+        return dirty_bytes > START_AT * (1.0 - self._config.clean_fraction) * host.capacity_bytes
+
+    # --- choosing
+
+    def _take(self) -> Group | None:
+        """The next group off the queue, with the ancestors it needs. Under the lock."""
+        placement, index = self._placement, self._placement.index
+        rows: list[int] = []
+        space = -1
+        while placement.dirty and len(rows) < GROUP_BLOCKS:
+            batch = placement.dirty[0]
+            wanted = self._wanted(batch.rows, batch.generations)
+            spaces = index.rows.space[wanted]
+            space = int(spaces[0]) if len(wanted) and space < 0 else space
+            other = np.flatnonzero(spaces != space)
+            end = min(int(other[0]) if len(other) else len(wanted), GROUP_BLOCKS - len(rows))
+            rows += wanted[:end].tolist()
+            if end == len(wanted):
+                placement.dirty.popleft()
+                continue
+            batch.rows, batch.generations = wanted[end:], index.generations(wanted[end:])
+            break
+        if not rows:
+            return None
+        return self._group(np.array(list(dict.fromkeys(rows)), np.int32), space)
+
+    def _wanted(self, rows: Ints, generations: npt.NDArray[np.uint32]) -> Ints:
+        """Those of queued rows that are still to be written."""
+        index = self._placement.index
+        wanted = index.alive(rows, generations)
+        wanted &= index.slots(TierName.HOST, rows) >= 0
+        wanted &= index.slots(TierName.DISK, rows) < 0
+        if self._flying:
+            wanted &= ~np.isin(rows, np.fromiter(self._flying, np.int32, len(self._flying)))
+        return rows[wanted]
+
+    def _group(self, rows: Ints, space: int) -> Group | None:
+        placement, index = self._placement, self._placement.index
+        needed = index.missing_ancestors(rows, TierName.DISK)
+        needed = self._wanted(needed, index.generations(needed))
+        if len(needed) > GROUP_BLOCKS:
+            placement.mark_dirty_first(needed[GROUP_BLOCKS:])
+            needed = needed[:GROUP_BLOCKS]
+        parents = index.rows.parent[needed]
+        parents = np.unique(parents[parents >= 0])
+        parents = parents[index.slots(TierName.DISK, parents) >= 0]
+        index.hold(needed)
+        index.hold(parents)
+        self._flying.update(needed.tolist())
+        self._groups += 1
+        age = int(index.rows.age[needed].min())
+        return Group(self._groups, placement.spaces[space], needed, parents, age)
+
+    # --- room
+
+    def _room(self, group: Group) -> tuple[Longs, Longs]:
+        """Slots for as much of a group as has room, and slots whose removal rides along."""
+        record, count = group.space.record, len(group.rows)
+        near = self._near(group)
+        slots = NO_SLOTS
+        for _ in range(ROOM_TRIES):
+            more = self._disk.reserve(
+                record.slot_bytes,
+                count - len(slots),
+                near=near,
+                block_tokens=record.block_tokens,
+            )
+            slots = np.concatenate([slots, more])
+            short = count - len(slots)
+            want = short
+            if not self._disk.has_room(record.slot_bytes):
+                spare = self._disk.free(record.slot_bytes) + self._disk.removing()
+                want += max(0, RESERVE_BLOCKS - spare)
+            if want == 0:
+                break
+            leaving = self._evict_for(group, want)
+            if not short:
+                return slots, leaving
+            if not len(leaving) and not self._steal_segment(record.slot_bytes):
+                break
+            self._disk.remove(leaving)
+            if self._disk.flush_removals() is not None:
+                break
+        return slots, NO_SLOTS
+
+    def _near(self, group: Group) -> int | None:
+        """A slot of the group's chain, so that a chain stays on one device."""
+        if not len(group.parents):
+            return None
+        return int(self._placement.index.slots(TierName.DISK, group.parents[:1])[0])
+
+    def _evict_for(self, group: Group, count: int) -> Longs:
+        """Take colder blocks out of the index; their slots are still to be removed."""
+        placement = self._placement
+        with placement.lock:
+            index = placement.index
+            # A small disk keeps a small reserve: never more than a quarter of its blocks.
+            count = min(count, max(len(group.rows), index.blocks(TierName.DISK) // 4))
+            rows = self._evict.coldest(count, slot_bytes=group.space.record.slot_bytes)
+            rows = rows[index.rows.age[rows] < group.age]
+            left = index.clear(TierName.DISK, rows)
+            placement.counters.add("evicted_blocks.disk", len(left.rows))
+            return left.free_slots
+
+    def _steal_segment(self, slot_bytes: int) -> bool:
+        """Give the coldest segment of another slot size to this one."""
+        placement, slab = self._placement, self._disk.slab
+        with placement.lock:
+            segment = self._evict.coldest_segment(slab, slot_bytes)
+            if segment is None:
+                return False
+            first = segment * slab.slots_per_segment_max
+            end = first + slab.slots_per_segment_max
+            rows = placement.index.rows_in_slots(TierName.DISK, first, end)
+            left = placement.index.drop_subtree(rows, TierName.DISK)
+            placement.counters.add("evicted_blocks.disk", len(left.rows))
+            self._disk.remove(left.free_slots)
+        if self._disk.flush_removals() is not None:
+            return False
+        return self._disk.reassign(segment, slot_bytes)
+
+    # --- writing
+
+    def _write(self, group: Group) -> None:
+        slots, leaving = self._room(group)
+        count = len(slots)
+        outcome: Written | WriteFailed | None = None
+        if count:
+            outcome = self._write_records(group, slots, leaving)
+        elif len(leaving):
+            self._disk.remove(leaving)
+        with self._changed:
+            # In turn: a block enters the disk's index only after its parent, in an earlier group.
+            self._changed.wait_for(lambda: self._settled == group.number - 1)
+            self._settle(group, slots, outcome)
+            self._settled += 1
+            self._changed.notify_all()
+
+    def _write_records(self, group: Group, slots: Longs, leaving: Longs) -> Written | WriteFailed:
+        placement, record = self._placement, group.space.record
+        rows = group.rows[: len(slots)]
+        host = placement.index.slots(TierName.HOST, rows).tolist()
+        headers = np.stack([placement.host.header_view(s, record.header_bytes) for s in host])
+        records = [placement.host.record_view(slot, record.slot_bytes) for slot in host]
+        number = placement.disk_namespace(group.space)
+        journal: Rows = rows_of(record, headers, slots, number, self._disk.per)
+        return self._disk.write_group(slots, records, journal, leaving)
+
+    def _settle(self, group: Group, slots: Longs, outcome: Written | WriteFailed | None) -> None:
+        """Publish a group that was written, or put it aside. Under the lock."""
+        placement, rows = self._placement, group.rows[: len(slots)]
+        if isinstance(outcome, Written):
+            placed = placement.index.place(TierName.DISK, rows, slots)
+            self._disk.remove(slots[~placed])
+            placement.counters.add("written_blocks", int(placed.sum()))
+            placement.counters.add("written_bytes", outcome.bytes)
+        elif outcome is not None:
+            placement.counters.add("write_failures")
+            placement.drop_disk_slots(outcome.abandoned)
+            self._retry_at = time.monotonic() + RETRY_S
+            if not self._closed and not self._flushing:
+                placement.mark_dirty(rows)
+        placement.unhold(group.rows)
+        placement.unhold(group.parents)
+        self._flying.difference_update(group.rows.tolist())
