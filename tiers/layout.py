@@ -9,6 +9,7 @@ One run is contiguous in the payload, so a layer can be moved, and verified, by 
 """
 
 import json
+import operator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -26,6 +27,7 @@ BLOCK_TOKENS_MAX = 4096
 RUNS_MAX = 8192
 RUN_BYTES_MAX = 1 << 30
 BLOCK_BYTES_MAX = 1 << 32
+CANONICAL_BYTES_MAX = 64 << 10  # It lies in the catalogue, and in every namespace's digest.
 
 DTYPE_BITS: dict[str, int] = {
     "float32": 32,
@@ -43,7 +45,7 @@ class CacheGroup:
     """Layers whose KV has one shape.
 
     kind: `full` (K and V of every token), `mla` (one latent per token), `window` (the last
-      `window_tokens` only), `state` (one recurrent state), or `opaque` (an engine's page, moved whole).
+      `window_tokens` only), `state` (one recurrent state), or `opaque` (an engine's page, whole).
     layers: how many layers.
     run_bytes: bytes of each contiguous run of ONE layer for ONE block, in payload order.
     dtype: the effective storage type; for opaque pages whatever the engine calls it.
@@ -60,6 +62,11 @@ class CacheGroup:
     format: str = ""
 
     def __post_init__(self) -> None:
+        # Equal layouts have equal canonical bytes, so 16.0 or numpy's 16 may not differ from 16.
+        object.__setattr__(self, "layers", _whole("layers", self.layers))
+        object.__setattr__(self, "window_tokens", _whole("window_tokens", self.window_tokens))
+        sizes = tuple(_whole("run_bytes", size) for size in self.run_bytes)
+        object.__setattr__(self, "run_bytes", sizes)
         if self.kind not in KINDS:
             raise LayoutError(f"group kind {self.kind!r} is unknown; use one of {', '.join(KINDS)}")
         if self.layers < 1 or not self.run_bytes:
@@ -85,26 +92,40 @@ class Layout:
     groups: tuple[CacheGroup, ...]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "block_tokens", _whole("block_tokens", self.block_tokens))
+        object.__setattr__(self, "groups", tuple(self.groups))
         if not 1 <= self.block_tokens <= BLOCK_TOKENS_MAX:
-            raise LayoutError(f"block_tokens must lie in 1..{BLOCK_TOKENS_MAX}")
+            raise LayoutError(
+                f"block_tokens must lie in 1..{BLOCK_TOKENS_MAX}; got {self.block_tokens}"
+            )
         if not self.groups:
             raise LayoutError("a layout needs at least one cache group")
         if sum(group.layers * len(group.run_bytes) for group in self.groups) > RUNS_MAX:
             raise LayoutError(f"a layout has at most {RUNS_MAX} runs; group the layers' K and V")
         if self.payload_bytes > BLOCK_BYTES_MAX:
             raise LayoutError(f"a block has at most {BLOCK_BYTES_MAX} bytes; lower block_tokens")
+        if len(self.canonical()) > CANONICAL_BYTES_MAX:
+            raise LayoutError(
+                f"a layout is described in at most {CANONICAL_BYTES_MAX} bytes; put layers of one "
+                "shape into one group, and shorten format="
+            )
 
     @classmethod
     def attention(
         cls, *, layers: int, kv_heads: int, head_dim: int, dtype: str, block_tokens: int = 16
     ) -> "Layout":
-        """Full attention (MHA, GQA, MQA): each layer has a K run and a V run, [tokens][kv_heads][head_dim]."""
+        """Full attention (MHA, GQA, MQA): each layer has a run of K and one of V.
+
+        A run is [tokens][kv_heads][head_dim].
+        """
+        _refuse_below_one(kv_heads=kv_heads, head_dim=head_dim, block_tokens=block_tokens)
         run = block_tokens * kv_heads * head_dim * _bits(dtype) // 8
         return cls(block_tokens, (CacheGroup("full", layers, (run, run), dtype),))
 
     @classmethod
     def mla(cls, *, layers: int, width: int, dtype: str, block_tokens: int = 16) -> "Layout":
-        """Multi-head latent attention: each layer has one run of [tokens][width] (latent and RoPE part)."""
+        """Multi-head latent attention: each layer has one run of [tokens][width], latent and RoPE."""
+        _refuse_below_one(width=width, block_tokens=block_tokens)
         run = block_tokens * width * _bits(dtype) // 8
         return cls(block_tokens, (CacheGroup("mla", layers, (run,), dtype),))
 
@@ -120,13 +141,13 @@ class Layout:
     def run_lengths(self) -> npt.NDArray[np.int64]:
         """Bytes of every run, in payload order: int64 [runs]."""
         lengths = [size for group in self.groups for size in group.run_bytes * group.layers]
-        return np.array(lengths, dtype=np.int64)
+        return _frozen(np.array(lengths, dtype=np.int64))
 
     @cached_property
     def run_offsets(self) -> npt.NDArray[np.int64]:
         """Where each run starts in the payload: int64 [runs]."""
         ends = np.cumsum(self.run_lengths)
-        return np.concatenate([np.zeros(1, np.int64), ends[:-1]])
+        return _frozen(np.concatenate([np.zeros(1, np.int64), ends[:-1]]))
 
     @cached_property
     def layer_runs(self) -> tuple[tuple[int, int], ...]:
@@ -154,7 +175,7 @@ class Layout:
         return len(self.layer_runs)
 
     def canonical(self) -> bytes:
-        """The layout as bytes that are equal in every process and version: what identity is made of."""
+        """The layout as bytes, equal in every process and version: what identity is made of."""
         groups = [
             [g.kind, g.layers, list(g.run_bytes), g.dtype, g.scales, g.window_tokens, g.format]
             for g in self.groups
@@ -169,6 +190,24 @@ class Layout:
                     f"{group.kind} groups can be described but not stored by this version; "
                     "store the full-attention groups and let the engine keep the others"
                 )
+
+
+def _whole(name: str, value: int) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise LayoutError(f"{name} must be a whole number; got {value!r}") from None
+
+
+def _refuse_below_one(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if _whole(name, size) < 1:
+            raise LayoutError(f"{name} must be at least 1; got {size}")
+
+
+def _frozen(array: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    array.flags.writeable = False  # Shared by all who have the layout.
+    return array
 
 
 def _bits(dtype: str) -> int:
