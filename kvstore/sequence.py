@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.hashing.chain import MEDIA_BYTES
 from kvstore.tiers.errors import TokenError
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ class Sequence:
     def __init__(self, space: "Space", tokens: Any, media: Mapping[int, bytes] | None) -> None:
         self.space = space
         self.media = dict(media or {})
+        for block, digest in self.media.items():
+            if block < 0 or not isinstance(digest, bytes) or len(digest) != MEDIA_BYTES:
+                raise TokenError(f"media of block {block} must be a digest of {MEDIA_BYTES} bytes")
         self.length = 0
         self.blocks = 0  # full blocks, all hashed
         self._tokens: npt.NDArray[np.int32] = np.empty(0, np.int32)

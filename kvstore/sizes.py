@@ -1,6 +1,7 @@
 """Sizes as people write them ("8GiB") and as programs need them (bytes)."""
 
 import re
+from fractions import Fraction
 
 from kvstore.tiers.errors import ConfigError
 
@@ -16,6 +17,7 @@ UNITS = {
     "GB": 10**9,
     "TB": 10**12,
 }
+SIZE_MAX_BYTES = 1 << 62
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -27,12 +29,12 @@ def parse_size(text: str | int, option: str) -> int:
     if isinstance(text, int) and not isinstance(text, bool):
         if text < 0:
             raise ConfigError(f"{option} is {text}; a size cannot be negative")
-        return text
+        return _bounded(text, option)
     match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     units = {name.lower(): factor for name, factor in UNITS.items()}
     if match is None or match[2].lower() not in units:
         raise ConfigError(f'{option} is {text!r}; write a size such as "8GiB", "500MB" or 4096')
-    return int(float(match[1]) * units[match[2].lower()])
+    return _bounded(int(Fraction(match[1]) * units[match[2].lower()]), option)
 
 
 def format_size(size_bytes: float) -> str:
@@ -42,3 +44,9 @@ def format_size(size_bytes: float) -> str:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
         size_bytes /= 1024
     return f"{size_bytes:.1f} TiB"
+
+
+def _bounded(size_bytes: int, option: str) -> int:
+    if size_bytes > SIZE_MAX_BYTES:
+        raise ConfigError(f"{option} is too large; a size is at most {SIZE_MAX_BYTES} bytes")
+    return size_bytes
