@@ -124,7 +124,7 @@ class Layout:
 
     @classmethod
     def mla(cls, *, layers: int, width: int, dtype: str, block_tokens: int = 16) -> "Layout":
-        """Multi-head latent attention: each layer has one run of [tokens][width], latent and RoPE."""
+        """Multi-head latent attention: one run of [tokens][width] a layer, latent and RoPE."""
         _refuse_below_one(width=width, block_tokens=block_tokens)
         run = block_tokens * width * _bits(dtype) // 8
         return cls(block_tokens, (CacheGroup("mla", layers, (run,), dtype),))

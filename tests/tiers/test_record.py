@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
 
 from kvstore.hashing.checksum import run_checksums
 from kvstore.native import build
@@ -86,6 +87,7 @@ def test_the_golden_record_means_what_the_format_says() -> None:
     payload = np.frombuffer(golden, np.uint8)[4096 : 4096 + 520]
     sums = run_checksums(payload, LAYOUT.run_offsets, LAYOUT.run_lengths)
     assert [number(280 + 8 * run, 8) for run in range(7)] == sums.tolist()
+    assert number(248, 8) == xxh3_64_intdigest(golden[:248] + bytes(8) + golden[256:4096])
     assert golden[336:4096] == bytes(4096 - 336)
     assert len(golden) == 8192 and golden[4096 + 520 :] == bytes(4096 - 520)
 
