@@ -22,6 +22,7 @@ from kvstore.ticket import Ticket
 from kvstore.tiers.base import MissReason, TierName
 
 LOADER_THREADS = 4
+STEP_BYTES = 1 << 20  # A copy of less is not worth telling anyone.
 Longs = npt.NDArray[np.int64]
 
 
@@ -220,13 +221,16 @@ class Loader:
             break
 
     def _copy_layers(self, load: Load, slots: Longs) -> None:
-        """Host memory to pages, one layer after the other."""
+        """Host memory to pages, layer after layer; small layers go several at a time."""
         layout = load.pool.layout
         record = load.ticket.sequence.space.record
         payloads = self._placement.host.payload_addresses(slots, record.header_bytes)
-        for layer, runs in enumerate(layout.layer_runs):
-            load.copy(0, payloads, runs)
-            load.layer_ready(layer + 1)
+        layer_bytes = len(slots) * layout.payload_bytes // layout.layers
+        step = max(1, STEP_BYTES // max(1, layer_bytes))
+        for first in range(0, layout.layers, step):
+            last = min(first + step, layout.layers)
+            load.copy(0, payloads, (layout.layer_runs[first][0], layout.layer_runs[last - 1][1]))
+            load.layer_ready(last)
 
     def finish(self, load: Load) -> None:
         """End a load: give its holds back, count it, and publish its result."""
