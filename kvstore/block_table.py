@@ -182,10 +182,9 @@ class BlockTable:
         when a row carries its key, is the child of the row before, lies in the space, and has
         the same tokens.
         """
-        pool = self._rows.pools.get(tokens.shape[1])
-        if pool is None or not len(keys):
-            return Walk(np.zeros(0, np.int32), 0, 0, ABSENT if len(keys) else ALL_FOUND)
-        library = _library()
+        if not len(keys):
+            return Walk(np.zeros(0, np.int32), 0, 0, ALL_FOUND)
+        pool, library = self._rows.pools[tokens.shape[1]], _library()
         if library is None:
             return self._walk_numpy(keys, tokens, space, parent)
         rows = np.empty(len(keys), np.int32)

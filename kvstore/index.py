@@ -28,7 +28,7 @@ from kvstore.closure import (
     missing_ancestors,
 )
 from kvstore.outcomes import Found, Left, Published
-from kvstore.rows import HIDDEN, MEDIA, NONE, ROWS_MAX, SPACES_MAX, Ints, Longs, Rows
+from kvstore.rows import HIDDEN, MEDIA, NONE, ROWS_MAX, Ints, Longs, Rows
 from kvstore.tiers.base import MissReason, SaveDrop, TierName
 from kvstore.tiers.errors import TokenError
 from kvstore.tombstones import Tombstones
@@ -74,12 +74,7 @@ class Index:
 
     def add_space(self, block_tokens: int, slot_bytes: int) -> int:
         """A number for one namespace: its blocks' tokens and the slot size of its records."""
-        rows, space = self.rows, len(self.rows.space_block_tokens)
-        if space >= SPACES_MAX:
-            raise ValueError(f"an index serves at most {SPACES_MAX} namespaces; restart the store")
-        rows.space_block_tokens = np.append(rows.space_block_tokens, block_tokens)
-        rows.space_slot_bytes = np.append(rows.space_slot_bytes, slot_bytes)
-        return space
+        return self.rows.add_space(block_tokens, slot_bytes)
 
     def number(self, tier: TierName) -> int:
         """0 for the index's first tier, 1 for its second: the tier's place in the columns."""
@@ -342,7 +337,7 @@ class Index:
         """Rows that are in no tier: cannot be found, and are free unless someone uses them."""
         if not len(rows):
             return
-        self.tombstones.add(self.rows.key0[rows], self.rows.key1[rows], reason)
+        self.tombstones.add(self.rows.key1[rows], reason)
         self.table.remove(rows)
         self.rows.unlink(rows)
         self.rows.flags[rows[used]] |= HIDDEN

@@ -164,6 +164,17 @@ class Rows:
             setattr(self, name, grown(getattr(self, name), capacity))
         self._name_columns()
 
+    def add_space(self, block_tokens: int, slot_bytes: int) -> int:
+        """A new space; its number."""
+        space = len(self.space_block_tokens)
+        if space >= SPACES_MAX:
+            raise ValueError(f"an index serves at most {SPACES_MAX} namespaces; restart the store")
+        self.space_block_tokens = np.append(self.space_block_tokens, block_tokens)
+        self.space_slot_bytes = np.append(self.space_slot_bytes, slot_bytes)
+        if block_tokens not in self.pools:
+            self.pools[block_tokens] = TokenPool(block_tokens, self.capacity)
+        return space
+
     def allocate(self, count: int) -> Ints:
         """Up to `count` fresh rows: in no tier, without parent, child or token row. int32."""
         rows = self.list.take(min(count, self.rows_max - self.list.used))
@@ -181,10 +192,7 @@ class Rows:
 
     def store_tokens(self, rows: Ints, tokens: Ints) -> None:
         """Keep the token ids of rows: int32 [n, block_tokens]."""
-        block_tokens = tokens.shape[1]
-        if block_tokens not in self.pools:
-            self.pools[block_tokens] = TokenPool(block_tokens, max(256, self.capacity))
-        self.token_row[rows] = self.pools[block_tokens].store(tokens)
+        self.token_row[rows] = self.pools[tokens.shape[1]].store(tokens)
 
     def free(self, rows: Ints) -> None:
         """Give rows back; they are in no tier, in no list of children, and unused."""

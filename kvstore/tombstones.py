@@ -27,11 +27,11 @@ class Tombstones:
         self._table = np.zeros(entries, np.uint32)
         self._mask = np.uint64(entries - 1)
 
-    def add(self, key0: Keys, key1: Keys, reason: MissReason) -> None:
-        """Remember blocks as EVICTED or INVALIDATED: the two halves of their keys, uint64 [n]."""
+    def add(self, key1: Keys, reason: MissReason) -> None:
+        """Remember blocks as EVICTED or INVALIDATED, by their keys' second halves: uint64 [n]."""
         if reason not in (MissReason.EVICTED, MissReason.INVALIDATED):
             raise ValueError("a block leaves as EVICTED or as INVALIDATED")
-        place = (key0 >> np.uint64(32)) & self._mask
+        place = (key1 >> np.uint64(32)) & self._mask
         invalidated = np.uint64(reason is MissReason.INVALIDATED)
         fingerprint = np.maximum(key1 & FINGERPRINT_MASK, np.uint64(1))  # 0 is an empty entry
         self._table[place] = (fingerprint << np.uint64(1) | invalidated).astype(np.uint32)
@@ -41,8 +41,8 @@ class Tombstones:
 
         Returns: EVICTED, INVALIDATED, or ABSENT.
         """
-        key0, key1 = int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little")
-        entry = int(self._table[(key0 >> 32) & int(self._mask)])
+        key1 = int.from_bytes(key[8:], "little")
+        entry = int(self._table[(key1 >> 32) & int(self._mask)])
         if entry >> 1 != max(key1 & int(FINGERPRINT_MASK), 1):
             return MissReason.ABSENT
         return MissReason.INVALIDATED if entry & 1 else MissReason.EVICTED
