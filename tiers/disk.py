@@ -27,6 +27,7 @@ from kvstore.tiers.catalogue_tables import (
 )
 from kvstore.tiers.disk_outcomes import (
     NO_SLOTS,
+    BadRun,
     IoFault,
     Slots,
     WriteFailed,
@@ -36,6 +37,8 @@ from kvstore.tiers.disk_outcomes import (
 from kvstore.tiers.disk_start import Loaded, Namespaces, load_volumes, open_volumes
 from kvstore.tiers.group_write import GroupWriter, Piece, Submit
 from kvstore.tiers.io import FileIo
+from kvstore.tiers.record import HeaderFault
+from kvstore.tiers.record_read import RecordCheck, read_record
 from kvstore.tiers.volume import Volume
 
 
@@ -259,6 +262,20 @@ class DiskTier:
             except OSError as error:
                 fault = IoFault(error.errno or errno.EIO, error.strerror or str(error))
         return fault
+
+    def read_record(
+        self, slot: int, buffer: memoryview, check: RecordCheck
+    ) -> IoFault | HeaderFault | BadRun | None:
+        """As read_into, of a whole record; its header and every run are checked in the same call.
+
+        Returns: None | IoFault | HeaderFault | BadRun.
+        """
+        segment = slot // self.per
+        try:
+            fd = self._fd(segment)
+        except KeyError:
+            return IoFault(errno.ENOENT, "the slot lies in no segment")
+        return read_record(self._io, fd, self.slab.offset_of(slot), buffer, check)
 
     # --- sums and end
 

@@ -46,3 +46,10 @@ class IoFault:
 
     errno: int
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class BadRun:
+    """A run of a payload failed its checksum: its index in payload order."""
+
+    run: int

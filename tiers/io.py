@@ -43,6 +43,11 @@ class FileIo:
     else unless it says so.
     """
 
+    @property
+    def plain(self) -> bool:
+        """Whether compiled code may make these calls itself: not for one that fails on purpose."""
+        return type(self) is FileIo
+
     # --- names
 
     def open(
