@@ -147,12 +147,14 @@ class Planner:
     """Decides for each prompt how much of a found prefix to load. Belongs to one thread.
 
     deadline_s: no load is planned that is predicted to take longer.
+    eager: load whatever is found, whatever it costs: for experiments and tests.
     """
 
-    def __init__(self, *, deadline_s: float = 30.0) -> None:
+    def __init__(self, *, deadline_s: float = 30.0, eager: bool = False) -> None:
         if not deadline_s > 0:
             raise ConfigError(f"deadline_s must be above 0, not {deadline_s}")
         self.deadline_s = deadline_s
+        self.eager = eager
         self._prefill = CostModel(3, PREFILL_MEMORY)
         self._tiers: dict[str, CostModel] = {}
         self._refusals: dict[str, int] = {}
@@ -221,6 +223,9 @@ class Planner:
         found = sum(blocks for _, blocks in spans)
         if found == 0:
             return self._decided(Plan(Decision.NOTHING, have), 0, probed)
+        if self.eager:
+            whole = Plan(Decision.LOAD, have + found * block_tokens)
+            return self._decided(whole, found * block_tokens, probed)
         reach = have + block_tokens * np.arange(found + 1)
         saved = self._savings(reach, total)
         load = self._loading(spans, block_bytes)  # shorter than `reach` where a tier is unknown

@@ -185,3 +185,8 @@ def test_every_plan_is_counted_once() -> None:
 def test_a_deadline_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="deadline_s"):
         Planner(deadline_s=0)
+
+
+def test_an_eager_planner_loads_all_it_is_told_of_without_knowing_any_cost() -> None:
+    planned = plan(Planner(eager=True), ("host", 3), ("disk", 100), have=32)
+    assert (planned.decision, planned.tokens) == (Decision.LOAD, 32 + 103 * 16)

@@ -13,6 +13,8 @@ from kvstore.runtime.weights import open_checkpoint
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB = 3, 64, 4, 2, 16, 96, 257
 CONTEXT = 2048
 
+torch.set_num_threads(1)  # the tests run two at a time on two cores
+
 
 def write_model(path: Path, seed: int = 0) -> Path:
     """Write config.json and model.safetensors of a random model."""
