@@ -22,6 +22,7 @@ from kvstore.outcomes import Left
 from kvstore.rows import VERIFIED, Ints, Longs
 from kvstore.sequence import Sequence
 from kvstore.tiers.base import MissReason, SaveDrop, TierName
+from kvstore.tiers.disk_outcomes import BadRun, IoFault
 from kvstore.tiers.errors import StoreError
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.record import HeaderFault, RecordFormat
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from kvstore.loading import LoadResult
     from kvstore.tiers.disk import DiskTier
 
-READ_TRIES = 2
 NO_ROWS = np.zeros(0, np.int32)
 NO_MEDIA = bytes(32)
 
@@ -309,44 +309,48 @@ class Placement:
     def read_block(
         self, sequence: Sequence, block: int, row: int, disk_slot: int, host_slot: int
     ) -> MissReason | None:
-        """Read a record from disk into a host slot and check it. Retries a failed read once."""
+        """Read a record from disk into a host slot and check it: header, every run, identity."""
         assert self.disk is not None
-        view = self.host.record_view(host_slot, sequence.space.record.slot_bytes)
-        for _ in range(READ_TRIES):
-            if self.disk.read_into(disk_slot, view) is None:
-                return self._check(sequence, block, row, np.frombuffer(view, np.uint8))
-        return MissReason.IO_ERROR
+        space = sequence.space
+        view = self.host.record_view(host_slot, space.record.slot_bytes)
+        fault = self.disk.read_record(disk_slot, view, space.check)
+        if isinstance(fault, IoFault):
+            return MissReason.IO_ERROR
+        if fault is not None:
+            bad_bytes = isinstance(fault, BadRun) or fault is HeaderFault.CHECKSUM
+            return MissReason.CHECKSUM if bad_bytes else MissReason.HEADER
+        header = np.frombuffer(view, np.uint8)[: space.record.header_bytes]
+        return self._check_identity(sequence, block, row, header)
 
     def check_host(self, sequence: Sequence, block: int, row: int, slot: int) -> MissReason | None:
-        """Check a record that lies in a host slot."""
-        view = self.host.record_view(slot, sequence.space.record.slot_bytes)
-        return self._check(sequence, block, row, np.frombuffer(view, np.uint8))
+        """Check a record that lies in a host slot, likewise."""
+        record, layout = sequence.space.record, sequence.space.layout
+        view = np.frombuffer(self.host.record_view(slot, record.slot_bytes), np.uint8)
+        header = view[: record.header_bytes]
+        fault = record.check_header(header)
+        if fault is not None:
+            return MissReason.CHECKSUM if fault is HeaderFault.CHECKSUM else MissReason.HEADER
+        payload = view[record.header_bytes : record.header_bytes + record.payload_bytes]
+        sums = np.ascontiguousarray(record.checksums(header[None])[0])
+        if verify_runs(payload, layout.run_offsets, layout.run_lengths, sums) >= 0:
+            return MissReason.CHECKSUM
+        return self._check_identity(sequence, block, row, header)
 
-    def _check(
-        self, sequence: Sequence, block: int, row: int, bytes_: npt.NDArray[np.uint8]
+    def _check_identity(
+        self, sequence: Sequence, block: int, row: int, header: npt.NDArray[np.uint8]
     ) -> MissReason | None:
-        """Header, identity against the sequence's own tokens, and every run."""
-        space = sequence.space
-        record = space.record
-        header = bytes_[: record.header_bytes]
-        fault = record.check_header(header) or record.check_identity(
+        """Whether a whole header is this very block's, by the sequence's own tokens."""
+        fault = sequence.space.record.check_identity(
             header,
-            namespace=space.digest,
+            namespace=sequence.space.digest,
             key=sequence.keys[block].tobytes(),
             parent=sequence.parent_key(block),
             generation=int(self.index.rows.content[row]),
             tokens=sequence.block_tokens(block, block + 1)[0],
         )
-        if fault is HeaderFault.CHECKSUM:
-            return MissReason.CHECKSUM
-        if fault is not None or header[96:128].tobytes() != sequence.media.get(block, NO_MEDIA):
-            return MissReason.HEADER
-        payload = bytes_[record.header_bytes : record.header_bytes + record.payload_bytes]
-        layout = space.layout
-        sums = record.checksums(header[None])[0]
-        if verify_runs(payload, layout.run_offsets, layout.run_lengths, sums) >= 0:
-            return MissReason.CHECKSUM
-        return None
+        media = sequence.media.get(block, NO_MEDIA)
+        same = fault is None and header[96:128].tobytes() == media
+        return None if same else MissReason.HEADER
 
     def publish_reads(self, rows: Ints, slots: Longs, good: npt.NDArray[np.bool_]) -> None:
         """Blocks read from disk stay in host memory where their parent is; other slots go back."""

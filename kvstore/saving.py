@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.cuda.copy import gather
-from kvstore.placement import Placement
+from kvstore.placement import Placement, media_of
 from kvstore.pool import PagePool
 from kvstore.sequence import Sequence
 from kvstore.tiers.base import SaveDrop
@@ -201,6 +201,8 @@ class Saver:
             created_s=int(time.time()),
         )
         record.fixed(headers)["generation"] = generations
+        for at, digest in (media_of(job.sequence, first, last) or {}).items():
+            headers[at, 96:128] = np.frombuffer(digest, np.uint8)
         sums = np.empty((last - first, record.runs), np.uint64)
         payloads = self._placement.host.payload_addresses(slots, record.header_bytes)
         gather(job.pool.table, job.pages[first:last], payloads, sums)

@@ -11,6 +11,7 @@ from kvstore.pool import PagePool
 from kvstore.sequence import Sequence as TokenSequence
 from kvstore.tiers.layout import Layout
 from kvstore.tiers.record import RecordFormat
+from kvstore.tiers.record_read import RecordCheck
 
 if TYPE_CHECKING:
     from kvstore.store import Store
@@ -30,6 +31,7 @@ class Space:
         self.identity = identity
         self.layout: Layout = identity.layout
         self.record = RecordFormat.of(identity.layout)
+        self.check = RecordCheck(identity.layout)
         self.digest = identity.digest()
         self.root = root_key(self.digest)
         self.number = number
