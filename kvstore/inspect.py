@@ -5,6 +5,7 @@ reading its bytes: before a block is called bad, its row is read again.
 """
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from kvstore.counters import Counters, summary
 from kvstore.hashing.checksum import verify_runs
-from kvstore.home import COUNTERS_FILE, StoreFacts, owner_alive, require_store
+from kvstore.home import COUNTERS_FILE, LOCK_FILE, StoreFacts, owner_alive, require_store
 from kvstore.tiers.catalogue import Catalogue
 from kvstore.tiers.catalogue_row import Rows
 from kvstore.tiers.catalogue_tables import Namespace
@@ -128,12 +129,13 @@ def read_stats(directory: Path, io: FileIo | None = None) -> StoreStats:
     in_use = owner_alive(directory, io)
     shape: dict[str, Any] = summary(counters)
     tiers = {name: TierStats(**numbers) for name, numbers in shape.pop("tiers").items()}
+    # The counters hold the last owner's word on its tiers. Its disk is here to be read, and its
+    # memory ended with it.
     if not in_use:
-        # The counters hold the last owner's word. Its memory is gone; its disk is here to be read.
         tiers["host"] = TierStats(tiers["host"].capacity_bytes, 0, 0)
-        with suppress(StoreError):
-            blocks, used = _disk_use(directory, facts, io)
-            tiers["disk"] = TierStats(facts.disk_capacity_bytes, used, blocks)
+    with suppress(StoreError):
+        blocks, used = _disk_use(directory, facts, io)
+        tiers["disk"] = TierStats(facts.disk_capacity_bytes, used, blocks)
     return StoreStats(in_use=in_use, tiers=tiers, counters=counters, **shape)
 
 
@@ -143,7 +145,9 @@ def list_blocks(directory: Path, io: FileIo | None = None) -> Iterator[StoredBlo
     Raises ConfigError or StoreError for what is not a store, or has no readable catalogue.
     """
     io = io or FileIo()
-    for volume in _volumes(directory, require_store(directory, io)):
+    facts = require_store(directory, io)
+    _refuse_own_process(directory, io)
+    for volume in _volumes(directory, facts):
         with _catalogue(directory, volume, io) as catalogue:
             labels = {n: space.label for n, space in catalogue.namespaces().items()}
             for batch, _ in catalogue.batches():
@@ -172,6 +176,7 @@ def verify_store(
     io = io or FileIo()
     began_s = time.monotonic()
     facts = require_store(directory, io)
+    _refuse_own_process(directory, io)
     found = Verification()
     total_bytes = 0
     with suppress(StoreError):
@@ -314,6 +319,20 @@ def _volumes(directory: Path, facts: StoreFacts) -> list[Path]:
     """The directory of each volume. The first lies in `directory`, wherever that was moved to."""
     paths = [directory, *facts.paths[1:]]
     return [path / f"disk{number}" for number, path in enumerate(paths)] if facts.paths else []
+
+
+def _refuse_own_process(directory: Path, io: FileIo) -> None:
+    """LMDB cannot open a file twice in one process: its owner is asked by its own methods."""
+    if not owner_alive(directory, io):
+        return
+    fd = io.open(directory / LOCK_FILE)
+    try:
+        text = bytearray(32)
+        io.pread(fd, text, 0)
+    finally:
+        io.close(fd)
+    if bytes(text).split(b"\n")[0] == str(os.getpid()).encode():
+        raise StoreError(f"{directory} is in use by this very process; read it from another one")
 
 
 @contextmanager

@@ -66,4 +66,5 @@ def progress(what: str, *, shown: bool) -> Iterator[ProgressCall]:
     try:
         yield advance
     finally:
-        bar.stop()
+        if bar.live.is_started:
+            bar.stop()

@@ -29,7 +29,7 @@ def test_the_fixed_interface(stored: Stored) -> None:
         "blocks": BLOCKS,
     }
     assert document["tiers"]["host"]["capacity_bytes"] == 8 << 20
-    assert document["tokens_asked"] == 2 * (BLOCKS * 16 + 1)
+    assert document["tokens_asked"] == 2 * BLOCKS * 16
     assert sum(document["tokens_hit"].values()) == BLOCKS * 16
     assert document["misses"][MissReason.ABSENT] == BLOCKS * 16
     assert set(document["misses"]) == set(MissReason)
@@ -52,12 +52,22 @@ def test_beside_a_live_owner(stored: Stored) -> None:
         store.flush()
         document = run("stats", "--store", stored.directory, "--json").document
         assert document["in_use"]
-        assert document["tiers"]["host"]["blocks"] >= BLOCKS
         assert document["tiers"]["disk"]["blocks"] == 2 * BLOCKS
     document = run("stats", "--store", stored.directory, "--json").document
     assert not document["in_use"]
     assert document["tiers"]["host"]["blocks"] == 0
     assert document["tiers"]["disk"]["blocks"] == 2 * BLOCKS
+
+
+def test_host_memory_of_a_live_owner(stored: Stored) -> None:
+    with kvstore.open(stored.directory, host="8MiB", disk_capacity="64MiB") as store:
+        space = store.namespace(LAYOUT, model="a-model", tenant="a-tenant")
+        pool = space.pool(pages(BLOCKS))
+        space.sequence(prompt(BLOCKS, seed=3)).save(pool, range(BLOCKS)).result()
+        store.flush()
+        host = run("stats", "--store", stored.directory, "--json").document["tiers"]["host"]
+        assert host["blocks"] >= BLOCKS
+        assert host["used_bytes"] == host["blocks"] * SLOT_BYTES
 
 
 def test_after_a_killed_owner(stored: Stored) -> None:
@@ -74,4 +84,4 @@ def test_after_a_killed_owner(stored: Stored) -> None:
     document = run("stats", "--store", stored.directory, "--json").document
     assert not document["in_use"]
     assert document["tiers"]["disk"]["blocks"] == BLOCKS
-    assert document["tokens_asked"] == 2 * (BLOCKS * 16 + 1)
+    assert document["tokens_asked"] == 2 * BLOCKS * 16

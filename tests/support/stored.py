@@ -19,10 +19,9 @@ LAYOUT = kvstore.Layout(16, (kvstore.CacheGroup("full", LAYERS, (RUN_BYTES, RUN_
 
 @dataclass(frozen=True)
 class Stored:
-    """A closed store: `blocks` blocks of one prompt, asked for once and found by `hit` tokens."""
+    """A closed store with BLOCKS blocks of one prompt, whose keys these are, on disk."""
 
     directory: Path
-    blocks: int
     keys: tuple[str, ...]
 
     @property
@@ -41,18 +40,18 @@ def pages(count: int, seed: int = 1) -> list[np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def make_store(directory: Path) -> Stored:
-    """A store with BLOCKS blocks of one prompt on disk, asked for that prompt and for another."""
+    """A store that was asked for a prompt that it had, and once for one that it had not."""
     with kvstore.open(directory, host="8MiB", disk_capacity="64MiB") as store:
         space = store.namespace(LAYOUT, model="a-model", tenant="a-tenant")
         pool = space.pool(pages(BLOCKS))
         sequence = space.sequence(prompt(BLOCKS))
         assert sequence.save(pool, range(BLOCKS)).result().saved == BLOCKS
         with space.sequence(prompt(BLOCKS)).lookup() as ticket:
-            assert ticket.blocks == BLOCKS
+            assert ticket.load(pool, range(BLOCKS)).result().tokens == BLOCKS * 16
         with space.sequence(prompt(BLOCKS, seed=2)).lookup() as ticket:
             assert ticket.blocks == 0
         keys = tuple(key.tobytes().hex() for key in sequence.keys)
-    return Stored(directory, BLOCKS, keys)
+    return Stored(directory, keys)
 
 
 @dataclass(frozen=True)
