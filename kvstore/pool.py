@@ -49,6 +49,9 @@ class PagePool:
         self.page_tokens = page_tokens
         self.pages_per_block = layout.block_tokens // page_tokens
         self.arrays = tuple(arrays)
+        for run, array in enumerate(arrays):
+            if isinstance(array, np.ndarray) and not array.flags.writeable:
+                raise LayoutError(f"array {run} is read-only; loads write to it, give it writable")
         self.table = self._describe([view_of(array) for array in arrays])
         self._piece_bytes = self.table.rows * self.table.row_bytes
 
@@ -59,6 +62,8 @@ class PagePool:
 
     def _describe(self, views: list[ArrayView]) -> RunTable:
         pages = views[0].shape[0] if views[0].shape else 0
+        if pages < 1:
+            raise LayoutError("the pool has no page; axis 0 of each array is the page")
         rows = []
         for run, view in enumerate(views):
             if not view.shape or view.shape[0] != pages:
@@ -72,6 +77,8 @@ class PagePool:
                     f"array {run} has {count * row_bytes} bytes a page where the layout says "
                     f"{piece}; check dtype, heads and page size"
                 )
+            if (count > 1 and stride < row_bytes) or (pages > 1 and view.strides[0] < row_bytes):
+                raise LayoutError(f"pages of array {run} overlap; give memory of its own to each")
             rows.append((view.address, view.strides[0], count, row_bytes, stride))
         columns = list(zip(*rows, strict=True))
         return RunTable(
@@ -89,13 +96,19 @@ class PagePool:
 
         Raises LayoutError when the table is too short or names a page that does not exist.
         """
-        ids = np.asarray(page_ids, dtype=np.int64).reshape(-1)
+        try:
+            ids = np.asarray(page_ids).reshape(-1)
+        except (ValueError, TypeError) as error:
+            raise LayoutError(f"page ids cannot be read as one list of integers: {error}") from None
         need = blocks * self.pages_per_block
         if len(ids) < need:
             raise LayoutError(f"{blocks} blocks need {need} page ids; {len(ids)} were given")
-        ids = ids[:need]
-        if need and not (int(ids.min()) >= 0 and int(ids.max()) < self.pages):
+        if ids.dtype.kind not in "iu" and need:
+            raise LayoutError(f"page ids are {ids.dtype}; give integers")
+        if need and not (int(ids[:need].min()) >= 0 and int(ids[:need].max()) < self.pages):
             raise LayoutError(f"a page id lies outside the pool's 0..{self.pages - 1}")
+        # A copy: engines change their block tables in place while a save or a load is under way.
+        ids = ids[:need].astype(np.int64)
         return ids.reshape(blocks, self.pages_per_block)
 
     def fill(
