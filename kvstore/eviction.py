@@ -29,9 +29,9 @@ Mask = npt.NDArray[np.bool_]
 class Queue:
     """Candidates of one filter, coldest first: (age, row) as a heap.
 
-    It holds every leaf that the filter admits and whose age is at most `horizon`, but for those
-    that were in use when it was filled. Entries may have become stale; `changes` is the index's
-    count when it was filled.
+    It holds every leaf that the filter admits and whose age is at most `horizon`. Older ones that
+    came to be admitted since it was filled (they were in use, dirty, or not in the tier) wait for
+    the next filling. Entries may have become stale. `changes`: the index's count at the filling.
     """
 
     heap: list[tuple[int, int]] = field(default_factory=list)
@@ -67,10 +67,12 @@ class Evictor:
         queue = self._queues.setdefault((slot_bytes, clean_only), Queue())
         for entry in queue.offered:
             heapq.heappush(queue.heap, entry)
-        search = _Search(self._index.rows, self._tier, clean_only, set(exclude))
+        excluded = set(exclude)
+        search = _Search(self._index.rows, self._tier, clean_only, excluded)
         search.take(queue, count)
         if len(search.chosen) < count and not self._is_exhausted(queue):
-            self._fill(queue, slot_bytes, clean_only)
+            # The selection finds again what was chosen already, and what is excluded.
+            self._fill(queue, slot_bytes, clean_only, 2 * count + len(excluded))
             for age, row in search.late:
                 if age <= queue.horizon:
                     heapq.heappush(queue.heap, (age, row))
@@ -82,7 +84,7 @@ class Evictor:
         """Whether another selection would find nothing more, because nothing has changed."""
         return queue.complete and queue.changes == self._index.changes
 
-    def _fill(self, queue: Queue, slot_bytes: int | None, clean_only: bool) -> None:
+    def _fill(self, queue: Queue, slot_bytes: int | None, clean_only: bool, least: int) -> None:
         rows, high = self._index.rows, self._index.rows.high
         leaves = np.flatnonzero(rows.children[self._tier][:high] == 0)
         if clean_only:
@@ -91,7 +93,7 @@ class Evictor:
             leaves = leaves[rows.space_slot_bytes[rows.space[leaves]] == slot_bytes]
         leaves = leaves[~rows.in_use(leaves.astype(np.int32))]
         ages = rows.age[leaves]
-        most = min(max(SELECTED_MIN, high // SELECTED_SHARE), SELECTED_MAX)
+        most = max(least, min(max(SELECTED_MIN, high // SELECTED_SHARE), SELECTED_MAX))
         queue.complete = len(leaves) <= most
         queue.horizon = self._index.clock
         if not queue.complete:
