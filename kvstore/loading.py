@@ -62,6 +62,7 @@ class Load:
         self.rows = rows  # likewise
         self.skip = skip  # blocks the engine holds wholly
         self.skip_pages = partial_tokens // pool.page_tokens  # of block 0 of `rows`, held too
+        self.asked = len(rows)  # blocks the ticket promised from `skip` on
         self.limit = len(rows)  # blocks of `rows` that are good: only ever lowered
         self.reason: MissReason | None = None
         self.from_disk = np.zeros(len(rows), bool)
@@ -88,7 +89,7 @@ class Load:
                 lambda: self._layers > layer or self._result is not None, timeout_s
             ):
                 raise TimeoutError(f"layer {layer} was not loaded within {timeout_s} s")
-            return self._tokens()
+            return self.tokens()
 
     def result(self, timeout_s: float | None = None) -> LoadResult:
         """Wait for the end. Raises TimeoutError when `timeout_s` passes first; the load goes on.
@@ -105,7 +106,8 @@ class Load:
         """Start nothing more. What is under way ends; wait for `done` before reusing pages."""
         self.cancelled = True
 
-    def _tokens(self) -> int:
+    def tokens(self) -> int:
+        """Tokens of the prefix that are usable, from what is known so far."""
         held = self.skip * self.pool.layout.block_tokens + self.skip_pages * self.pool.page_tokens
         return max(held, (self.skip + self.limit) * self.pool.layout.block_tokens)
 
@@ -148,7 +150,7 @@ class Load:
             self._layers = layers
             self._changed.notify_all()
 
-    def finish(self, result: LoadResult) -> None:
+    def end(self, result: LoadResult) -> None:
         """Called once, at the end."""
         with self._changed:
             self._result = result
@@ -237,17 +239,18 @@ class Loader:
         placement = self._placement
         with placement.lock:
             placement.unhold(load.rows)
-        layout = load.pool.layout
-        good = load.from_disk[: load.limit]
-        disk = int(good.sum())
+        disk = int(load.from_disk[: load.limit].sum())
         blocks = {TierName.HOST: load.limit - disk, TierName.DISK: disk}
-        seconds = time.perf_counter() - load.started
+        layout = load.pool.layout
         result = LoadResult(
-            tokens=load._tokens(),
+            tokens=load.tokens(),
             by_tier={tier: count * layout.block_tokens for tier, count in blocks.items()},
             bytes_by_tier={tier: count * layout.payload_bytes for tier, count in blocks.items()},
             reason=load.reason,
-            seconds=seconds,
+            seconds=time.perf_counter() - load.started,
         )
-        placement.count_load(load.ticket.sequence, load.skip, blocks, result)
-        load.finish(result)
+        placement.count_load(load.ticket.sequence, load.skip, load.from_disk[: load.limit], result)
+        if load.reason is not None:
+            first = load.skip + load.limit
+            placement.count_misses(load.ticket.sequence, first, load.skip + load.asked, load.reason)
+        load.end(result)

@@ -360,20 +360,28 @@ class Placement:
         self.release_host_slots(slots[~kept])
 
     def count_load(
-        self, sequence: Sequence, skip: int, blocks: dict[TierName, int], result: "LoadResult"
+        self,
+        sequence: Sequence,
+        skip: int,
+        from_disk: npt.NDArray[np.bool_],
+        result: "LoadResult",
     ) -> None:
-        """Count a finished load. A block of a request is one hit, however often it is loaded."""
+        """Count a load. A block of a request is one hit, however often it is loaded."""
         block_tokens = sequence.space.layout.block_tokens
-        end = skip + sum(blocks.values())
         with self.lock:
-            new = max(0, end - max(skip, sequence.hit_blocks))
-            sequence.hit_blocks = max(sequence.hit_blocks, end)
-        disk = min(new, blocks[TierName.DISK])
+            fresh = sequence.outcomes.take(skip, skip + len(from_disk))
+        disk = int((fresh & from_disk).sum())
         self.counters.add("loads")
         self.counters.add("tokens_hit.disk", disk * block_tokens)
-        self.counters.add("tokens_hit.host", (new - disk) * block_tokens)
+        self.counters.add("tokens_hit.host", (int(fresh.sum()) - disk) * block_tokens)
         for tier, size in result.bytes_by_tier.items():
             self.counters.add(f"loaded_bytes.{tier}", size)
+
+    def count_misses(self, sequence: Sequence, first: int, last: int, reason: MissReason) -> None:
+        """Count blocks first..last-1 as missed for a reason, those that were not counted yet."""
+        with self.lock:
+            fresh = int(sequence.outcomes.take(first, last).sum())
+        self.counters.add(f"misses.{reason}", fresh * sequence.space.layout.block_tokens)
 
 
 def media_of(sequence: Sequence, first: int, last: int) -> dict[int, bytes] | None:

@@ -19,6 +19,22 @@ TOKENS_MAX = 1 << 26
 FIRST_CAPACITY = 256
 
 
+class Outcomes:
+    """Which blocks of a request have been counted, as a hit or a miss: each is counted once."""
+
+    def __init__(self) -> None:
+        self._counted = np.zeros(0, bool)
+
+    def take(self, first: int, last: int) -> npt.NDArray[np.bool_]:
+        """Which of blocks first..last-1 are to be counted now: bool [n]. They are counted then."""
+        last = max(first, last)
+        if last > len(self._counted):
+            self._counted = _grown(self._counted, len(self._counted), last + last // 2)
+        fresh: npt.NDArray[np.bool_] = ~self._counted[first:last]
+        self._counted[first:last] = True
+        return fresh
+
+
 class Sequence:
     """Tokens and block keys of one request. Belongs to one thread at a time.
 
@@ -40,7 +56,7 @@ class Sequence:
         self.saved_blocks = 0
         self.tail: tuple[int, int] | None = None  # (row, generation) of the last saved block
         self.asked_blocks = 0
-        self.hit_blocks = 0
+        self.outcomes = Outcomes()
         self.extend(tokens)
 
     @property
@@ -133,6 +149,6 @@ def as_tokens(tokens: Any) -> npt.NDArray[np.int32]:
 
 def _grown(array: npt.NDArray[Any], used: int, capacity: int) -> npt.NDArray[Any]:
     # A new array, never a resize in place: pending saves may still read the old one.
-    grown = np.empty((capacity, *array.shape[1:]), array.dtype)
+    grown = np.zeros((capacity, *array.shape[1:]), array.dtype)
     grown[:used] = array[:used]
     return grown

@@ -176,12 +176,13 @@ class Store:
         """Count each block of a request once, whatever is asked again."""
         size, counters = sequence.space.layout.block_tokens, self._counters
         device = min(usable, skip_tokens // size)
+        with self._placement.lock:
+            hit = int(sequence.outcomes.take(0, device).sum())
+            missed = int(sequence.outcomes.take(max(found, device), usable).sum())
         counters.add("lookups")
         counters.add("tokens_asked", max(0, usable - sequence.asked_blocks) * size)
-        missed = usable - max(found, device, sequence.asked_blocks)
-        counters.add(f"misses.{reason}", max(0, missed) * size)
-        counters.add("tokens_hit.device", max(0, device - sequence.hit_blocks) * size)
-        sequence.hit_blocks = max(sequence.hit_blocks, device)
+        counters.add("tokens_hit.device", hit * size)
+        counters.add(f"misses.{reason}", missed * size)
         sequence.asked_blocks = max(sequence.asked_blocks, usable)
         return {reason: (usable - found) * size} if usable > found else {}
 
@@ -192,6 +193,7 @@ class Store:
         page_ids: Any,
         skip_tokens: int | None = None,
         stop_tokens: int | None = None,
+        probe: bool = False,
     ) -> Load:
         """Copy a ticket's blocks into the engine's pages. Leases become holds. Next: save."""
         self._refuse_closed()
@@ -210,10 +212,15 @@ class Store:
             alive = placement.index.alive(rows, ticket.generations[first:last])
             good = 0 if expired else len(rows) if alive.all() else int(alive.argmin())
             load = Load(ticket, pool, pages[:good], rows[:good], first, partial)
+            load.asked = len(rows)
             if good < len(rows):
                 load.reason = MissReason.EXPIRED if expired else MissReason.INVALIDATED
             placement.index.hold(load.rows)
             self._end_lease(ticket.lease)
+            if not probe:
+                self._placement.count_misses(
+                    sequence, max(first, last), ticket.blocks, MissReason.DECLINED
+                )
         if not self._loader.submit(load):
             load.cancel()
             load.cut(0, MissReason.TIMEOUT)
@@ -223,6 +230,12 @@ class Store:
     def release(self, ticket: Ticket) -> None:
         """Give a ticket's leases back."""
         with self._placement.lock:
+            if ticket.lease.live:
+                size = ticket.sequence.space.layout.block_tokens
+                first = ticket.skip_tokens // size
+                self._placement.count_misses(
+                    ticket.sequence, first, ticket.blocks, MissReason.DECLINED
+                )
             self._end_lease(ticket.lease)
 
     def save(self, sequence: Sequence, pool: PagePool, page_ids: Any) -> Save:

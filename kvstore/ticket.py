@@ -64,18 +64,20 @@ class Ticket:
         *,
         skip_tokens: int | None = None,
         stop_tokens: int | None = None,
+        probe: bool = False,
     ) -> "Load":
         """Copy the prefix into the engine's pages, asynchronously: see loading.Load.
 
         page_ids: the block table; page j takes tokens j * page_tokens and on.
         skip_tokens: tokens the engine holds already, a whole number of pages; their pages are not
         touched. Those given to `lookup` unless told.
-        stop_tokens: load only this much of the prefix, a whole number of blocks.
+        stop_tokens: load only this much of the prefix, a whole number of blocks; the rest counts as
+        declined, unless this is a probe, after which the rest will be asked for again.
         """
-        return self._store.load(self, pool, page_ids, skip_tokens, stop_tokens)
+        return self._store.load(self, pool, page_ids, skip_tokens, stop_tokens, probe)
 
     def release(self) -> None:
-        """Give the leases back. Does nothing after a load, an expiry or a release."""
+        """Give the leases back; what was found counts as declined. Nothing after a load."""
         self._store.release(self)
 
     def __enter__(self) -> "Ticket":
