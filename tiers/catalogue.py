@@ -12,7 +12,7 @@ and its blocks are written before LMDB needs them: a full disk cannot stop a com
 import itertools
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -23,12 +23,11 @@ import numpy as np
 
 from kvstore.tiers.catalogue_row import (
     KEY,
+    Collected,
     Rows,
-    block_tokens_of,
     keys_of,
-    row_dtype,
+    parse_rows,
     seal,
-    sound,
     values_of,
 )
 from kvstore.tiers.catalogue_tables import (
@@ -199,16 +198,20 @@ class Catalogue:
 
         Returns: (rows by block_tokens, how many damaged rows were removed).
         """
-        found: dict[int, list[Rows]] = {}
+        found = Collected()
         whole = True
         with self._lock, self._env.begin() as txn:
+            left = int(txn.stat(self._rows)["entries"])
             values = txn.cursor(db=self._rows).iternext(keys=False, values=True)
             while chunk := list(itertools.islice(values, LOAD_ROWS)):
-                whole &= _parse(chunk, found)
+                parts: dict[int, list[Rows]] = {}
+                whole &= parse_rows(chunk, parts)
+                found.add(parts, left)
+                left -= len(chunk)
             bad = [] if whole else self._damaged(txn)
         if bad:
             self.commit(Change(removed=bad))
-        return {tokens: np.concatenate(parts) for tokens, parts in found.items()}, len(bad)
+        return found.rows(), len(bad)
 
     def used_bytes(self) -> int:
         """Bytes from the file's start that LMDB has used so far."""
@@ -237,7 +240,7 @@ class Catalogue:
                 pairs = list(itertools.islice(cursor.iternext(), READ_ROWS))
             found: dict[int, list[Rows]] = {}
             sound_rows = 0
-            _parse([value for _, value in pairs], found)
+            parse_rows([value for _, value in pairs], found)
             for parts in found.values():
                 sound_rows += sum(len(rows) for rows in parts)
             yield (
@@ -252,7 +255,7 @@ class Catalogue:
             value = txn.get(KEY.pack(segment, index), db=self._rows)
         found: dict[int, list[Rows]] = {}
         if value is not None:
-            _parse([value], found)
+            parse_rows([value], found)
         return next((parts[0] for parts in found.values()), None)
 
     def segments(self) -> dict[int, tuple[int, SegmentState]]:
@@ -347,32 +350,6 @@ class Catalogue:
         bad = []
         for key, value in txn.cursor(db=self._rows):
             found: dict[int, list[Rows]] = {}
-            if not _parse([value], found) or keys_of(next(iter(found.values()))[0]) != [key]:
+            if not parse_rows([value], found) or keys_of(next(iter(found.values()))[0]) != [key]:
                 bad.append(bytes(key))
         return bad
-
-
-def _parse(values: Sequence[bytes], found: dict[int, list[Rows]]) -> bool:
-    """Add the sound rows among `values` to `found`, by block_tokens.
-
-    Returns: True | False (at least one is damaged).
-    """
-    by_length: dict[int, Sequence[bytes]] = {}
-    lengths = set(map(len, values))
-    if len(lengths) == 1:
-        by_length[lengths.pop()] = values
-    else:
-        by_length = {size: [v for v in values if len(v) == size] for size in lengths}
-    whole = True
-    for size, group in by_length.items():
-        tokens = block_tokens_of(size)
-        if tokens is None:
-            whole = False
-            continue
-        rows = np.frombuffer(b"".join(group), row_dtype(tokens))
-        good = sound(rows)
-        if not good.all():
-            whole, rows = False, rows[good]
-        if len(rows):
-            found.setdefault(tokens, []).append(rows)
-    return whole

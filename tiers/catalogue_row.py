@@ -14,6 +14,7 @@ A row is 72 bytes and the block's token ids; its length alone says block_tokens.
 """
 
 import struct
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -129,6 +130,57 @@ def values_of(rows: Rows) -> list[bytes]:
     """The rows as they lie in the catalogue."""
     joined, size = rows.tobytes(), rows.dtype.itemsize
     return [joined[at : at + size] for at in range(0, len(joined), size)]
+
+
+class Collected:
+    """Rows by block_tokens, each in one array that is allocated once: touching memory is slow."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[int, Rows] = {}
+        self._used: dict[int, int] = {}
+
+    def add(self, parts: dict[int, list[Rows]], room: int) -> None:
+        """Append rows. room: how many there may be from here on, these included."""
+        for tokens, groups in parts.items():
+            at = self._used.setdefault(tokens, 0)
+            if tokens not in self._arrays:
+                self._arrays[tokens] = np.empty(room, row_dtype(tokens))
+            for rows in groups:
+                # As bytes: NumPy copies structured rows field by field.
+                end = at + len(rows)
+                self._arrays[tokens][at:end].view(np.uint8)[:] = rows.view(np.uint8)
+                at = end
+            self._used[tokens] = at
+
+    def rows(self) -> dict[int, Rows]:
+        """What was collected."""
+        return {tokens: array[: self._used[tokens]] for tokens, array in self._arrays.items()}
+
+
+def parse_rows(values: Sequence[bytes], found: dict[int, list[Rows]]) -> bool:
+    """Add the sound rows among `values` to `found`, by block_tokens.
+
+    Returns: True | False (at least one is damaged).
+    """
+    by_length: dict[int, Sequence[bytes]] = {}
+    lengths = set(map(len, values))
+    if len(lengths) == 1:
+        by_length[lengths.pop()] = values
+    else:
+        by_length = {size: [v for v in values if len(v) == size] for size in lengths}
+    whole = True
+    for size, group in by_length.items():
+        tokens = block_tokens_of(size)
+        if tokens is None:
+            whole = False
+            continue
+        rows = np.frombuffer(b"".join(group), row_dtype(tokens))
+        good = sound(rows)
+        if not good.all():
+            whole, rows = False, rows[good]
+        if len(rows):
+            found.setdefault(tokens, []).append(rows)
+    return whole
 
 
 def _checksums(rows: Rows) -> npt.NDArray[np.uint64]:

@@ -167,7 +167,10 @@ def load_volumes(io: FileIo, opened: Opened, names: Namespaces) -> Loaded:
         _restore_slab(volume, rows, slab)
         for part in rows:
             groups.setdefault(part.dtype["tokens"].shape[0], []).append(part)
-    merged = {tokens: np.concatenate(parts) for tokens, parts in groups.items()}
+    merged = {
+        tokens: np.concatenate(parts) if len(parts) > 1 else parts[0]
+        for tokens, parts in groups.items()
+    }
     return Loaded(merged, tuple(rebuilt), damaged)
 
 
