@@ -9,6 +9,8 @@ import os
 import secrets
 import time
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,17 +59,22 @@ class Home:
         self._lock_fd = -1
         try:
             refuse_foreign(io, path)
-            self._lock_fd = io.open(LOCK_FILE, create=True, write=True, directory=self._directory)
-            if not _lock(io, self._lock_fd):
-                raise StoreBusyError(
-                    f"{path} is in use by process {_owner(io, self._lock_fd)}; "
-                    "stop it, or read beside it with `kvstore stats`"
-                )
-            io.truncate(self._lock_fd, 0)
-            io.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+            with sentence(path / LOCK_FILE):
+                self._take_lock()
         except BaseException:
             self.close()
             raise
+
+    def _take_lock(self) -> None:
+        io = self._io
+        self._lock_fd = io.open(LOCK_FILE, create=True, write=True, directory=self._directory)
+        if not _lock(io, self._lock_fd):
+            raise StoreBusyError(
+                f"{self.path} is in use by process {_owner(io, self._lock_fd)}; "
+                "stop it, or read beside it with `kvstore stats`"
+            )
+        io.truncate(self._lock_fd, 0)
+        io.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
 
     @property
     def counters_path(self) -> Path:
@@ -87,15 +94,19 @@ class Home:
             f"disk_segment_bytes = {facts.disk_segment_bytes}\n"
             f"paths = {json.dumps([str(path) for path in facts.paths])}\n"
         )
-        temporary = STORE_FILE + ".new"
+        with sentence(self.path / STORE_FILE):
+            self._replace(STORE_FILE, text.encode())
+
+    def _replace(self, name: str, data: bytes) -> None:
+        temporary = name + ".new"
         fd = self._io.open(temporary, create=True, write=True, directory=self._directory)
         try:
             self._io.truncate(fd, 0)
-            self._io.pwrite(fd, text.encode(), 0)
+            self._io.pwrite(fd, data, 0)
             self._io.fdatasync(fd)
         finally:
             self._io.close(fd)
-        self._io.rename(temporary, STORE_FILE, directory=self._directory)
+        self._io.rename(temporary, name, directory=self._directory)
         self._io.fsync(self._directory)
 
     def close(self) -> None:
@@ -104,6 +115,17 @@ class Home:
             if fd >= 0:
                 self._io.close(fd)
         self._lock_fd = self._directory = -1
+
+
+@contextmanager
+def sentence(place: Path) -> Iterator[None]:
+    """What the system says about a file of the store becomes a StoreError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"{place} cannot be used ({error.strerror or error}); move it away or free some space"
+        ) from None
 
 
 def new_store_id() -> bytes:
@@ -126,12 +148,13 @@ def read_facts(path: Path, io: FileIo) -> StoreFacts | None:
     place = path / STORE_FILE
     if not io.exists(place):
         return None
-    fd = io.open(place)
-    try:
-        data = bytearray(min(io.size(fd), STORE_FILE_MAX_BYTES))
-        io.pread(fd, data, 0)
-    finally:
-        io.close(fd)
+    with sentence(place):
+        fd = io.open(place)
+        try:
+            data = bytearray(min(io.size(fd), STORE_FILE_MAX_BYTES))
+            io.pread(fd, data, 0)
+        finally:
+            io.close(fd)
     try:
         document: dict[str, Any] = tomllib.loads(data.decode())
         version = document["format"]
@@ -140,13 +163,20 @@ def read_facts(path: Path, io: FileIo) -> StoreFacts | None:
                 f"{path} has store format {version}, this version reads {FORMAT}; "
                 "use the kvstore that wrote it, or another directory"
             )
-        return StoreFacts(
+        facts = StoreFacts(
             store_id=bytes.fromhex(document["id"]),
             hash=str(document["hash"]),
             disk_capacity_bytes=int(document["disk_capacity_bytes"]),
             disk_segment_bytes=int(document["disk_segment_bytes"]),
             paths=tuple(Path(p) for p in document["paths"]),
         )
+        if (
+            len(facts.store_id) != STORE_ID_BYTES
+            or not facts.paths
+            or not 0 < facts.disk_segment_bytes < facts.disk_capacity_bytes
+        ):
+            raise ValueError("a value is out of range")
+        return facts
     except (KeyError, ValueError, TypeError, UnicodeDecodeError) as error:
         raise StoreError(f"{place} is damaged ({error}); remove the store and start anew") from None
 
@@ -164,11 +194,12 @@ def owner_alive(path: Path, io: FileIo) -> bool:
     place = path / LOCK_FILE
     if not io.exists(place):
         return False
-    fd = io.open(place)
-    try:
-        return not io.lock(fd)
-    finally:
-        io.close(fd)
+    with sentence(place):
+        fd = io.open(place)
+        try:
+            return not io.lock(fd)
+        finally:
+            io.close(fd)
 
 
 def _lock(io: FileIo, fd: int) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvstore.config import Config, segment_bytes, with_defaults
 from kvstore.counters import Counters
-from kvstore.home import OVERHEAD_BYTES, Home, StoreFacts, new_store_id
+from kvstore.home import OVERHEAD_BYTES, Home, StoreFacts, new_store_id, sentence
 from kvstore.index import Index
 from kvstore.placement import Placement
 from kvstore.starting import Starter
@@ -90,7 +90,7 @@ def open_parts(config: Config, io: FileIo) -> Opened:
             config = with_defaults(config, free_bytes=None)
         disks = ThreadPoolExecutor(config.io_threads, "kvstore-disk")
         undo.callback(disks.shutdown)
-        counters = Counters.open(home.counters_path, io) if home else Counters.in_memory()
+        counters = _counters(home, io)
         undo.callback(counters.close)
         boot = counters.next_boot()
         host = HostTier(
@@ -114,6 +114,13 @@ def open_parts(config: Config, io: FileIo) -> Opened:
         placement = Placement(index, host, disk, counters, boot)
         undo.pop_all()
         return Opened(config, home, counters, host, disk, disks, placement, Starter(placement))
+
+
+def _counters(home: Home | None, io: FileIo) -> Counters:
+    if home is None:
+        return Counters.in_memory()
+    with sentence(home.counters_path):
+        return Counters.open(home.counters_path, io)
 
 
 def open_disk(config: Config, facts: StoreFacts, io: FileIo, disks: ThreadPoolExecutor) -> DiskTier:
