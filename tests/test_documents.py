@@ -1,6 +1,9 @@
 """Documents that state facts about the code state those that hold."""
 
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,3 +46,19 @@ def test_every_decision_is_in_the_index() -> None:
     records = sorted(path.name for path in folder.glob("[0-9]*.md"))
     assert [name for name in records if f"({name})" not in index] == []
     assert len({name[:4] for name in records}) == len(records), "two records have one number"
+
+
+def test_the_readmes_library_example_runs(tmp_path: Path) -> None:
+    """Twice, as the README says: the second time the blocks come from disk."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (code,) = [c for c in re.findall(r"```python\n(.*?)```", readme, re.S) if "np.arange" in c]
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout
+        for _ in range(2)
+    ]
+    assert said == [
+        "0 of 1000 tokens loaded, 0 of them from disk\n",
+        "992 of 1000 tokens loaded, 992 of them from disk\n",
+    ]

@@ -65,7 +65,7 @@ OS_NAMES = {
     *("unlink", "utime", "walk", "write", "writev"),
 }
 # Names of objects whose methods are called like Path's and touch no file, and of our own io.
-NO_FILES = {"index", "io", "lmdb", "os", "placement", "rows", "self", "txn"}
+NO_FILES = {"index", "io", "journal", "lmdb", "os", "placement", "rows", "self", "txn"}
 OS_PATH_NAMES = {"exists", "getsize", "isdir", "isfile", "islink", "lexists"}
 PATH_METHODS = {
     *("chmod", "exists", "is_dir", "is_file", "is_symlink", "iterdir", "lstat", "mkdir", "open"),

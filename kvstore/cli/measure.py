@@ -61,17 +61,18 @@ def measure_host(block_bytes: int, total_bytes: int, advance: ProgressCall) -> d
     payload = blocks * layout.payload_bytes
     source = np.ones(min(payload, 64 << 20), np.uint8)
     target = np.zeros_like(source)
-    for done in range(ROUNDS):
-        advance(done * payload, ROUNDS * payload)
-        with kvstore.open(host=total_bytes * 5 // 4 + (16 << 20)) as store:
-            space = store.namespace(layout, model="bench")
-            pool = space.pool(_pages(layout))
-            (prompt,) = _prompts(1, prompt_tokens, seed=done)
+    with kvstore.open(host=total_bytes * 5 // 4 + (16 << 20)) as store:
+        space = store.namespace(layout, model="bench")
+        pool = space.pool(_pages(layout))
+        # One round more, and first: it makes the memory's pages. Later ones evict what is there.
+        for done, prompt in enumerate(_prompts(ROUNDS + 1, prompt_tokens, seed=1)):
+            advance(done * payload, (ROUNDS + 1) * payload)
             saves.append(_save_s(space, pool, prompt, blocks))
             loads.append(_load_s(space, pool, prompt, blocks))
-        began = time.perf_counter()
-        np.copyto(target, source)
-        copies.append((time.perf_counter() - began) * payload / len(source))
+            began = time.perf_counter()
+            np.copyto(target, source)
+            copies.append((time.perf_counter() - began) * payload / len(source))
+    saves, loads, copies = saves[1:], loads[1:], copies[1:]
     return _rates(payload, save=saves, load=loads, memcpy=copies)
 
 
