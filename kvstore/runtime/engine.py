@@ -335,9 +335,6 @@ class Engine:
                 self._tier_tokens[tier] += tokens
 
     def _preempt(self, request: Request) -> None:
-        # What it has now it asked for once: finding it again is no hit of the store's.
-        known = request.computed // self.pool.page_tokens
-        request.sequence.hit_blocks = max(request.sequence.hit_blocks, known)
         self._take_pages(request)
         request.state = State.WAITING
         request.preemptions += 1

@@ -61,7 +61,9 @@ class Prefixes:
             ticket.release()
             return
         pages = request.pages[: plan.tokens // size]
-        load = ticket.load(store_pool, pages, skip_tokens=have, stop_tokens=plan.tokens)
+        load = ticket.load(
+            store_pool, pages, skip_tokens=have, stop_tokens=plan.tokens, probe=plan.again
+        )
         self._pool.hold_for(load, pages[have // size :])
         request.load = load
         request.probing = plan.again
@@ -82,9 +84,8 @@ class Prefixes:
             return False
         request.state = State.RUNNING
         if request.probing:
-            asked = load.skip + len(load.rows)
             self.settle(request)
-            if request.computed == asked * self._pool.page_tokens:
+            if request.computed == _asked(load, self._pool.page_tokens):
                 self._plan(request, self._store_pool, probed=True)
                 return request.load is None or self.ready(request, timeout_s)
         return True
@@ -131,8 +132,7 @@ class Prefixes:
             request.bytes_moved[tier] += moved[tier]
             if request.first_token is None:
                 request.tier_tokens[tier] += result.by_tier.get(tier, 0)
-        short = request.computed < _target(load, size)
-        request.failed_loads += short
+        request.failed_loads += request.computed < _asked(load, size)
         return request.computed >= believed
 
     def abandon(self, request: Request) -> None:
@@ -152,5 +152,6 @@ def _spans(ticket: Ticket, have: int, page_tokens: int) -> list[tuple[str, int]]
     return spans
 
 
-def _target(load: "Load", page_tokens: int) -> int:
-    return (load.skip + len(load.rows)) * page_tokens
+def _asked(load: "Load", page_tokens: int) -> int:
+    """Tokens of the prefix that a load was to bring the pages to."""
+    return (load.skip + load.asked) * page_tokens

@@ -380,5 +380,5 @@ def test_the_store_counts_a_request_once_however_often_it_comes_back(
     stats = store.stats()
     hits = sum(stats["tokens_hit"].values())
     # Each asked for its two full blocks, and after a preemption for those it had generated since.
-    assert 5 * 32 <= stats["tokens_asked"] <= 5 * 64
-    assert (hits, sum(stats["misses"].values())) == (0, 5 * 32)
+    assert sum(stats["misses"].values()) == 5 * 32
+    assert hits == stats["tokens_asked"] - 5 * 32 <= 5 * 32
