@@ -40,22 +40,11 @@ from kvstore.tiers.record import ALIGN
 from kvstore.tiers.slab import SLOT_BYTES_MIN
 
 SHARED_MEMORY = Path("/dev/shm")
-SEGMENT_BYTES_MIN = 1 << 20
-SEGMENT_BYTES_MAX = 64 << 20
-SEGMENTS_AIM = 32
 POPULATE_STEP_BYTES = 16 << 20  # What is still done after `close` asked to stop.
 MADV_POPULATE_WRITE = 23  # Linux 5.14; Python 3.11 has no name for it.
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
-
-def default_segment_bytes(capacity_bytes: int) -> int:
-    """A 32nd of the capacity, in 1 MiB to 64 MiB, such that whole segments fill the capacity."""
-    segments = max(SEGMENTS_AIM, -(-capacity_bytes // SEGMENT_BYTES_MAX))
-    if capacity_bytes < segments * SEGMENT_BYTES_MIN:
-        segments = max(1, capacity_bytes // (SEGMENT_BYTES_MIN + ALIGN))
-    return (capacity_bytes - header_bytes_of(segments)) // segments // ALIGN * ALIGN
 
 
 class Arena:

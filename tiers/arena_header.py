@@ -52,7 +52,8 @@ def header_bytes_of(segments: int) -> int:
 
 def segments_in(capacity_bytes: int, segment_bytes: int) -> int:
     """How many segments fit into a capacity beside the header."""
-    segments = max(0, capacity_bytes) // segment_bytes
+    # Each segment also takes its word; rounding the header up costs at most one segment more.
+    segments = max(0, capacity_bytes - CLASSES_AT) // (segment_bytes + 8)
     while segments and header_bytes_of(segments) + segments * segment_bytes > capacity_bytes:
         segments -= 1
     return segments

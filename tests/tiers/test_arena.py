@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.tiers.arena import Arena, default_segment_bytes
+from kvstore.tiers.arena import Arena
 from kvstore.tiers.arena_file import ArenaStart, arena_path
 from kvstore.tiers.arena_header import CLASSES_AT, header_bytes_of, segments_in
 from kvstore.tiers.errors import ConfigError, StoreBusyError, StoreError
@@ -33,15 +33,13 @@ def crash(owner: Arena) -> None:
     os.close(owner._file.lock)
 
 
-@given(capacity=st.integers(1 << 16, 1 << 44))
-def test_default_segments_fill_the_capacity_and_never_exceed_it(capacity: int) -> None:
-    size = default_segment_bytes(capacity)
-    segments = segments_in(capacity, size)
-    total = header_bytes_of(segments) + segments * size
-    assert total <= capacity < total + 4096 * (segments + 1)
-    assert size <= 64 * MIB and size % 4096 == 0
-    assert size >= min(MIB, (capacity - 8192) // 4096 * 4096)
-    assert segments >= 32 or size <= 2 * MIB
+@given(capacity=st.integers(0, 1 << 44), segment=st.integers(2, 1 << 16).map(lambda n: n * 4096))
+@settings(deadline=None)
+def test_as_many_segments_as_fit_beside_their_header(capacity: int, segment: int) -> None:
+    segments = segments_in(capacity, segment)
+    total = header_bytes_of(segments) + segments * segment
+    assert total <= capacity or segments == 0
+    assert header_bytes_of(segments + 1) + (segments + 1) * segment > capacity
 
 
 def test_the_file_is_at_most_the_capacity(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from kvstore.native import build
-from kvstore.tiers.arena import default_segment_bytes
 from kvstore.tiers.errors import ClosedError
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.io import FileIo
@@ -25,6 +24,7 @@ from kvstore.tiers.record import ALIGN, RecordFormat, align_up
 MIB = 1 << 20
 STORE = bytes(range(16))
 CAPACITY = 4 * MIB
+SEGMENT = (CAPACITY - 4096) // 3 // 4096 * 4096
 # Three formats in two classes: the first two need slots of the same size.
 SMALL = RecordFormat(16, 8, 5000)
 SMALL_TOO = RecordFormat(32, 2, 8192)
@@ -33,7 +33,7 @@ LARGE = RecordFormat(64, 1000, 50_001)
 
 def open_host(directory: Path, **settings: object) -> HostTier:
     chosen = {"store_id": STORE, "persist": True, "directory": directory, **settings}
-    return HostTier(CAPACITY, default_segment_bytes(CAPACITY), **chosen)  # type: ignore[arg-type]
+    return HostTier(CAPACITY, SEGMENT, **chosen)  # type: ignore[arg-type]
 
 
 def contents(number: int, record: RecordFormat) -> tuple[bytes, np.ndarray, np.ndarray]:

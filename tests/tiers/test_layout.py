@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.tiers.errors import LayoutError
@@ -27,6 +27,7 @@ LAYOUTS = st.builds(
 
 
 @given(LAYOUTS)
+@settings(deadline=None)
 def test_runs_tile_the_payload_layer_by_layer(layout: Layout) -> None:
     expected, at, spans = [], 0, []
     for group in layout.groups:
@@ -44,6 +45,7 @@ def test_runs_tile_the_payload_layer_by_layer(layout: Layout) -> None:
 
 
 @given(LAYOUTS, LAYOUTS)
+@settings(deadline=None)
 def test_canonical_bytes_are_equal_exactly_for_equal_layouts(one: Layout, two: Layout) -> None:
     assert (one.canonical() == two.canonical()) == (one == two)
     name, version, block_tokens, groups = json.loads(one.canonical())

@@ -176,7 +176,7 @@ def test_identity_names_the_first_field_that_differs() -> None:
 @given(
     block_tokens=st.integers(1, 4096), runs=st.integers(1, 8192), payload=st.integers(1, 1 << 32)
 )
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_parts_of_a_record_never_overlap(block_tokens: int, runs: int, payload: int) -> None:
     record = RecordFormat(block_tokens, runs, payload)
     assert record.checksums_at % 8 == 0
