@@ -313,9 +313,9 @@ def test_a_file_that_vanishes_between_open_and_lock_is_not_used(tmp_path: Path) 
 def test_no_descriptor_is_left_after_a_refusal_or_a_close(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     first = arena(tmp_path)
-    for settings in ({}, {"io": Foreign()}, {"io": Room(0), "store_id": bytes(16)}):
+    for chosen in ({}, {"io": Foreign()}, {"io": Room(0), "store_id": bytes(16)}):
         with pytest.raises((StoreError, ConfigError)):
-            arena(tmp_path, **settings)
+            arena(tmp_path, **chosen)
     first.close(keep=False)
     arena(tmp_path, persist=False).close(keep=False)
     assert len(os.listdir("/proc/self/fd")) == before
