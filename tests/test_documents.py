@@ -48,6 +48,7 @@ def test_every_decision_is_in_the_index() -> None:
     assert len({name[:4] for name in records}) == len(records), "two records have one number"
 
 
+@pytest.mark.slow
 def test_the_readmes_library_example_runs(tmp_path: Path) -> None:
     """Twice, as the README says: the second time the blocks come from disk."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
