@@ -5,6 +5,7 @@ each block once however many loads want it, verified, copied into the pages of a
 and kept in host memory where their parent is there too.
 """
 
+import logging
 import queue
 import threading
 import time
@@ -21,6 +22,7 @@ from kvstore.reads import Reads
 from kvstore.ticket import Ticket
 from kvstore.tiers.base import MissReason, TierName
 
+LOG = logging.getLogger(__name__)
 LOADER_THREADS = 4
 STEP_BYTES = 1 << 20  # A copy of less is not worth telling anyone.
 Longs = npt.NDArray[np.int64]
@@ -164,6 +166,8 @@ class Loader:
         self._placement = placement
         self._reads = Reads(placement, disks) if placement.disk is not None else None
         self._queue: queue.Queue[Load | None] = queue.Queue(load_queue)
+        self._closing = threading.Lock()
+        self._closed = False
         self._threads = [
             threading.Thread(target=self._run, name=f"kvstore-load-{n}", daemon=True)
             for n in range(LOADER_THREADS)
@@ -172,15 +176,20 @@ class Loader:
             thread.start()
 
     def submit(self, load: Load) -> bool:
-        """Queue a load whose rows are held. Returns False, having done nothing, if it is full."""
-        try:
-            self._queue.put_nowait(load)
-        except queue.Full:
-            return False
+        """Queue a load whose rows are held. Returns False if it is full, or closed."""
+        with self._closing:
+            if self._closed:
+                return False
+            try:
+                self._queue.put_nowait(load)
+            except queue.Full:
+                return False
         return True
 
     def close(self) -> None:
         """Finish what is queued and stop."""
+        with self._closing:
+            self._closed = True
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:
@@ -190,10 +199,18 @@ class Loader:
         while (load := self._queue.get()) is not None:
             try:
                 self._load(load)
+            except Exception:
+                # Whatever it was: no page counts as loaded, and this thread serves the next load.
+                LOG.exception("a load failed")
+                load.cut(0, MissReason.IO_ERROR)
+                load.wait_flights()
             finally:
                 self.finish(load)
 
     def _load(self, load: Load) -> None:
+        if load.cancelled:
+            load.cut(0, MissReason.EXPIRED)
+            return
         placement = self._placement
         with placement.lock:
             load.limit = min(load.limit, placement.visible_prefix(load.rows))

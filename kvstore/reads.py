@@ -6,6 +6,7 @@ end of a wave its blocks are published in host memory, root first; those whose p
 give their slot back.
 """
 
+import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from kvstore.tiers.base import MissReason, TierName
 if TYPE_CHECKING:
     from kvstore.loading import Load
 
+LOG = logging.getLogger(__name__)
 WAVE_BLOCKS = 128
 WAIT_S = 0.05
 WAITS_MAX = 200
@@ -129,9 +131,14 @@ class Reads:
         placement = self._placement
         if flight.reserved:
             block = load.skip + flight.waiters[0][1]
-            flight.fault = placement.read_block(
-                load.ticket.sequence, block, flight.row, flight.disk_slot, flight.host_slot
-            )
+            try:
+                flight.fault = placement.read_block(
+                    load.ticket.sequence, block, flight.row, flight.disk_slot, flight.host_slot
+                )
+            except Exception:
+                # Whoever waits for this flight must hear of its end.
+                LOG.exception("a read failed")
+                flight.fault = MissReason.IO_ERROR
             if flight.fault is not None:
                 placement.drop_bad(flight.row, TierName.DISK)
         copied = 0

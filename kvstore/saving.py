@@ -4,6 +4,7 @@ One thread does all saves in the order they were asked, so two requests that com
 prefix never write it twice, and a block's parent is always there before the block.
 """
 
+import logging
 import threading
 import time
 from collections import Counter, deque
@@ -19,6 +20,7 @@ from kvstore.pool import PagePool
 from kvstore.sequence import Sequence
 from kvstore.tiers.base import SaveDrop
 
+LOG = logging.getLogger(__name__)
 CHUNK_BLOCKS = 64
 
 
@@ -137,6 +139,11 @@ class Saver:
             started = time.perf_counter()
             try:
                 self._save(job)
+            except Exception:
+                # Whatever it was, most likely memory: this thread serves the next save.
+                LOG.exception("a save failed")
+                left = job.last - job.first - job.saved - job.present - job.dropped.total()
+                job.dropped[SaveDrop.HOST_FULL] += max(0, left)
             finally:
                 self._finish(job, time.perf_counter() - started)
                 with self._changed:
@@ -149,9 +156,10 @@ class Saver:
         with placement.lock:
             at = sequence.saved_blocks
             if at and not placement.is_tail(sequence.tail):
-                at = (
-                    0  # An ancestor left host memory; the whole table is at hand, so save it again.
-                )
+                # An ancestor left host memory. The whole table is at hand, so save all of it again.
+                at = 0
+        # What an earlier save of this sequence has brought since this one was asked for.
+        job.present += max(0, min(at, job.last) - job.first)
         while at < job.last:
             end = min(at + CHUNK_BLOCKS, job.last)
             if not self._save_chunk(job, at, end):
