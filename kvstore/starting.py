@@ -62,21 +62,23 @@ class Starter:
             elif layout is not None and layout.block_tokens == block_tokens:
                 size = RecordFormat.of(layout).slot_bytes
                 spaces[number] = self._known(namespace.digest, block_tokens, size)
-        slots = slots_of_rows(rows, placement.disk.per)
         numbers = spaces[np.minimum(rows["namespace"], len(spaces) - 1)]
-        whole = (numbers >= 0) & (rows["namespace"] < len(spaces))
-        placed = np.full(len(rows), -1, np.int32)
-        placed[whole] = bulk_load(
+        known = (numbers >= 0) & (rows["namespace"] < len(spaces))
+        if not known.all():
+            placement.disk.remove(slots_of_rows(rows[~known], placement.disk.per))
+            rows, numbers = rows[known], numbers[known]
+        slots = slots_of_rows(rows, placement.disk.per)
+        placed = bulk_load(
             placement.index,
             TierName.DISK,
             StoredBlocks(
-                keys=_digests(rows["key"][whole]),
-                parents=_digests(rows["parent"][whole]),
-                spaces=numbers[whole].astype(np.uint16),
-                tokens=np.ascontiguousarray(rows["tokens"][whole]),
-                depths=rows["depth"][whole],
-                contents=rows["generation"][whole],
-                slots=slots[whole],
+                keys=_digests(rows["key"]),
+                parents=_digests(rows["parent"]),
+                spaces=numbers.astype(np.uint16),
+                tokens=rows["tokens"],
+                depths=rows["depth"],
+                contents=rows["generation"],
+                slots=slots,
             ),
         )
         placement.disk.remove(slots[placed < 0])
