@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvstore.block_table import Keys, check_keys
 from kvstore.index import FIRST_AGE, SLOT_MAX, Index
-from kvstore.rows import MEDIA, NONE, Ints, Longs
+from kvstore.rows import MEDIA, NONE, Ints, Longs, span
 from kvstore.tiers.base import TierName
 
 Mask = npt.NDArray[np.bool_]
@@ -91,8 +91,8 @@ def _newest_of_each_key(blocks: StoredBlocks) -> Longs:
     return np.sort(order[last])
 
 
-def _fill_columns(index: Index, new: Ints, fresh: Longs, blocks: StoredBlocks) -> None:
-    columns = index.rows
+def _fill_columns(index: Index, rows: Ints, places: Longs, blocks: StoredBlocks) -> None:
+    columns, new, fresh = index.rows, span(rows), span(places)
     words = np.ascontiguousarray(blocks.keys).view(np.uint64)
     columns.key0[new], columns.key1[new] = words[fresh, 0], words[fresh, 1]
     columns.space[new] = blocks.spaces[fresh]
@@ -100,9 +100,9 @@ def _fill_columns(index: Index, new: Ints, fresh: Longs, blocks: StoredBlocks) -
     columns.content[new] = blocks.contents[fresh]
     # Older than everything this run touches, and in the order in which they were saved.
     columns.age[new] = np.minimum(blocks.contents[fresh], FIRST_AGE).astype(np.int64)
-    columns.store_tokens(new, blocks.tokens[fresh])
+    columns.store_tokens(rows, blocks.tokens[fresh])
     if blocks.media is not None:
-        for row, digest in zip(new.tolist(), blocks.media[fresh], strict=True):
+        for row, digest in zip(rows.tolist(), blocks.media[fresh], strict=True):
             if digest.any():
                 columns.media[row] = digest.tobytes()
                 columns.flags[row] |= MEDIA

@@ -28,7 +28,7 @@ from kvstore.closure import (
     missing_ancestors,
 )
 from kvstore.outcomes import Found, Left, Published
-from kvstore.rows import HIDDEN, MEDIA, NONE, ROWS_MAX, Ints, Longs, Rows
+from kvstore.rows import HIDDEN, MEDIA, NONE, ROWS_MAX, Ints, Longs, Rows, span
 from kvstore.tiers.base import MissReason, SaveDrop, TierName
 from kvstore.tiers.errors import TokenError
 from kvstore.tombstones import Tombstones
@@ -265,10 +265,15 @@ class Index:
         self._enter(self._number[tier], rows, slots)
 
     def _enter(self, number: int, rows: Ints, slots: Longs) -> None:
-        self.rows.slots[number][rows] = slots
+        entering = span(rows)
+        self.rows.slots[number][entering] = slots
         children, parents = self.rows.children[number], self.rows.parent[rows]
-        children[rows] = 0
-        np.add.at(children, parents[parents >= 0], 1)
+        children[entering] = 0
+        parents = parents[parents >= 0]
+        if len(parents) < self.rows.high // 8:
+            np.add.at(children, parents, 1)
+        else:
+            children[: self.rows.high] += np.bincount(parents, minlength=self.rows.high)
         self._count(number, rows, 1)
 
     def _count(self, number: int, rows: Ints, sign: int) -> None:

@@ -98,7 +98,7 @@ class TokenPool:
         rows = self.list.take(len(tokens))
         if self.list.high > len(self.tokens):
             self.tokens = grown(self.tokens, max(self.list.high, 2 * len(self.tokens)))
-        self.tokens[rows] = tokens
+        self.tokens[span(rows)] = tokens
         return rows
 
 
@@ -181,13 +181,11 @@ class Rows:
         if self.list.high > self.capacity:
             wanted = max(self.list.high, 2 * self.capacity, 256)
             self._grow(min(wanted, self.rows_max))
-        self.heads[rows] = np.array((0, 0, NONE, NONE, NONE, NONE), HEAD)
+        fresh = span(rows)
+        for column in (self.parent, self.token_row, *self.slots, *self.children):
+            column[fresh] = NONE
         for column in (self.first_child, self.next_sibling, self.previous_sibling):
-            column[rows] = NONE
-        for column in self.children:
-            column[rows] = NONE
-        self.leases[rows] = self.holds[rows] = 0
-        self.flags[rows] = 0
+            column[fresh] = NONE
         return rows
 
     def store_tokens(self, rows: Ints, tokens: Ints) -> None:
@@ -274,6 +272,13 @@ class Rows:
         for column in (self.parent, self.first_child, self.next_sibling, self.previous_sibling):
             column[rows] = NONE
         self.flags[rows] &= ~np.uint8(LEAVING)
+
+
+def span(rows: npt.NDArray[np.signedinteger]) -> slice | npt.NDArray[np.signedinteger]:
+    """The same rows for indexing: a slice, many times faster, if they follow one another."""
+    if not len(rows) or rows[-1] - rows[0] != len(rows) - 1 or (np.diff(rows) != 1).any():
+        return rows
+    return slice(int(rows[0]), int(rows[-1]) + 1)
 
 
 def grown(array: npt.NDArray[Scalar], rows: int) -> npt.NDArray[Scalar]:

@@ -248,7 +248,7 @@ def test_every_answer_is_the_models(form: str, key: KeyFunction, seed: int) -> N
         *(pair.place, pair.place, pair.place_missing, pair.clear, pair.clear),
         *(pair.drop, pair.drop_space, pair.use, pair.end_use),
     ]
-    for _ in range(500):
+    for _ in range(300):
         calls[int(pair.random.integers(len(calls)))]()
         pair.compare()
     while pair.users:
