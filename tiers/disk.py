@@ -34,8 +34,9 @@ from kvstore.tiers.disk_outcomes import (
     WriteFault,
     Written,
 )
+from kvstore.tiers.disk_room import Room
 from kvstore.tiers.disk_start import Loaded, Namespaces, load_volumes, open_volumes
-from kvstore.tiers.group_write import GroupWriter, Piece, Submit
+from kvstore.tiers.group_write import GroupWriter, Piece, Submit, refuse_bad_group
 from kvstore.tiers.io import FileIo
 from kvstore.tiers.record import HeaderFault
 from kvstore.tiers.record_read import RecordCheck, read_record
@@ -86,11 +87,11 @@ class DiskTier:
         self._volumes = self._opened.volumes
         self._writer = GroupWriter(io, submit, threads)
         self._lock = threading.RLock()
+        self._sync_lock = threading.Lock()
         self._loaded = False
         self._uncommitted: set[int] = set()
         self._names = Namespaces()
-        numbers = np.arange(len(paths))
-        self._masks = np.arange(self.slab.segments_max) % len(paths) == numbers[:, None]
+        self._room = Room(self.slab, self._volumes)
 
     def load(self) -> Loaded:
         """Read the catalogues, or rebuild damaged ones. Once, before anything is reserved.
@@ -134,16 +135,10 @@ class DiskTier:
         the rows to come. Each slot ends in `write_group` or in `cancel`. Fewer than count means:
         remove blocks, commit (`flush_removals`, or any group), and ask again.
         """
-        taken = NO_SLOTS
         with self._lock:
             if not self._loaded or not self.slab.fits(slot_bytes):
-                return taken
-            for number in self._by_room(slot_bytes, near):
-                taken = np.concatenate(
-                    [taken, self._reserve_in(number, slot_bytes, count - len(taken), block_tokens)]
-                )
-                if len(taken) >= count:
-                    break
+                return NO_SLOTS
+            taken = self._room.reserve(slot_bytes, count, near, block_tokens)
             self._uncommitted.update(taken.tolist())
         return taken
 
@@ -161,8 +156,9 @@ class DiskTier:
         with self._lock:
             held = slots[self.slab.is_occupied(slots)].tolist()
             chosen = [slot for slot in held if slot not in self._uncommitted]
+        owners = self._volumes_of(np.array(chosen, np.int64)).tolist()
         for number, volume in enumerate(self._volumes):
-            own = [slot for slot in chosen if slot // self.per % len(self._volumes) == number]
+            own = [slot for slot, owner in zip(chosen, owners, strict=True) if owner == number]
             if own:
                 volume.journal.remove(own)
 
@@ -185,26 +181,15 @@ class DiskTier:
     def has_room(self, slot_bytes: int) -> bool:
         """Whether another segment could be added for a class."""
         with self._lock:
-            return any(
-                self.slab.unassigned(self._masks[number]) > 0 and volume.has_room(slot_bytes)
-                for number, volume in enumerate(self._volumes)
-            )
+            return self._room.has_room(slot_bytes)
 
     def reassign(self, segment: int, slot_bytes: int) -> bool:
         """Give a segment to another class: class stealing. All its blocks must be gone by a commit.
 
         Returns: whether it could; False also while a block of it is left.
         """
-        volume = self._volume_of(segment)
         with self._lock:
-            if not self.slab.fits(slot_bytes) or self.slab.is_quarantined(segment):
-                return False
-            if len(self.slab.slots_of(segment)) or not self.slab.class_of(segment):
-                return False
-            if not volume.change_class(segment, slot_bytes):
-                return False
-            self.slab.reassign(segment, slot_bytes)
-        return True
+            return self.slab.fits(slot_bytes) and self._room.reassign(segment, slot_bytes)
 
     # --- bytes
 
@@ -224,22 +209,19 @@ class DiskTier:
 
         Returns: Written | WriteFailed. All or nothing.
         """
-        slot_bytes = self._refuse_bad_group(slots, records, rows)
+        with self._lock:
+            slot_bytes = refuse_bad_group(self.slab, self._uncommitted, slots, records, rows)
         self.remove(remove)
         place(rows, slots, slot_bytes, self.per)
         fault = self._writer.write(self._pieces(slots, records))
         if fault is not None:
             self.cancel(slots)
             return WriteFailed(fault)
-        segments = np.unique(slots // self.per).tolist()
-        failed = [segment for segment in segments if not self._writer.sync(self._fd(segment))]
-        abandoned = self._quarantine(failed)
-        with self._lock:
-            lost = failed or any(self.slab.is_quarantined(segment) for segment in segments)
-        if lost:
+        safe, abandoned = self._sync(np.unique(self.slab.segments_of(slots)).tolist())
+        if not safe:
             self.cancel(slots)
             return WriteFailed(WriteFault.SYNC_FAILED, abandoned)
-        return self._commit(slots, rows, slot_bytes)
+        return self._commit(slots, rows, slot_bytes, remove)
 
     def read_into(self, slot: int, buffer: memoryview) -> IoFault | None:
         """Read a record, or its first part, into page-aligned memory: one call to the device.
@@ -316,6 +298,9 @@ class DiskTier:
     def _volume_of(self, segment: int) -> Volume:
         return self._volumes[segment % len(self._volumes)]
 
+    def _volumes_of(self, slots: Slots) -> npt.NDArray[np.int64]:
+        return self.slab.segments_of(slots) % len(self._volumes)
+
     def _fd(self, segment: int) -> int:
         return self._volumes[segment % len(self._volumes)].fds[segment]
 
@@ -327,72 +312,46 @@ class DiskTier:
             for segment, offset, record in zip(segments, offsets, records, strict=True)
         ]
 
-    def _by_room(self, slot_bytes: int, near: int | None) -> list[int]:
-        """The volumes in the order in which to look for slots; broken ones are left out."""
-        usable = [n for n, volume in enumerate(self._volumes) if not volume.broken]
-        if len(usable) > 1:
-            room = [int(self.slab.unassigned(self._masks[n])) for n in range(len(self._volumes))]
-            usable.sort(key=lambda n: -room[n])
-        if near is not None:
-            home = near // self.per % len(self._volumes)
-            usable.sort(key=lambda n: n != home)
-        return usable
-
-    def _reserve_in(self, number: int, slot_bytes: int, count: int, block_tokens: int) -> Slots:
-        volume, mask = self._volumes[number], self._masks[number]
-        if not volume.room_for_rows(slot_bytes, block_tokens):
-            return NO_SLOTS
-        taken = self.slab.reserve(slot_bytes, count, mask)
-        while len(taken) < count and volume.has_room(slot_bytes):
-            segment = self.slab.assign(slot_bytes, mask)
-            if segment is None:
-                break
-            if not volume.add_segment(segment, slot_bytes):
-                self.slab.unassign(segment)
-                break
-            more = self.slab.reserve(slot_bytes, count - len(taken), mask)
-            taken = np.concatenate([taken, more])
-        return taken
-
     def _release_removed(self, slots: list[int]) -> None:
         with self._lock:
             self.slab.release(np.array(slots, np.int64))
 
-    def _refuse_bad_group(self, slots: Slots, records: Sequence[memoryview], rows: Rows) -> int:
-        if not 0 < len(slots) == len(records) == len(rows):
-            raise ValueError("a group has as many slots as records and rows, and at least one")
-        sizes = {self.slab.class_of(int(slot) // self.per) for slot in slots.tolist()}
-        slot_bytes = sizes.pop()
-        if sizes or any(len(record) != slot_bytes for record in records):
-            raise ValueError(
-                f"every record of this group has {slot_bytes} bytes, as its slots have"
-            )
-        if not self._uncommitted.issuperset(slots.tolist()):
-            raise ValueError("a slot of this group is not reserved")
-        return slot_bytes
+    def _sync(self, segments: list[int]) -> tuple[bool, Slots]:
+        """Sync segments, and abandon those where it fails: what of them is durable is unknown.
 
-    def _quarantine(self, segments: list[int]) -> Slots:
-        """Abandon segments: after a failed sync nobody knows what of them is on the device."""
-        abandoned: list[Slots] = []
-        with self._lock:
+        Under one lock, because the kernel tells of a lost write once: whoever syncs next is told
+        that all is well, and must find the segment abandoned.
+
+        Returns: (whether all are durable, slots of the blocks that were lost with a segment).
+        """
+        lost: list[int] = []
+        with self._sync_lock:
             for segment in segments:
-                if self.slab.is_quarantined(segment):
-                    continue
-                self.slab.quarantine(segment)
-                self._volume_of(segment).set_quarantined(segment)
-                held = self.slab.slots_of(segment)
-                committed = [slot for slot in held.tolist() if slot not in self._uncommitted]
-                abandoned.append(np.array(committed, np.int64))
-        if not abandoned:
-            return NO_SLOTS
-        lost = np.concatenate(abandoned)
-        self.remove(lost)
-        for segment in segments:
-            self._volume_of(segment).journal.commit(None)
-        return lost
+                if not self._writer.sync(self._fd(segment)):
+                    lost += self._abandon(segment)
+            with self._lock:
+                safe = not any(self.slab.is_quarantined(segment) for segment in segments)
+        slots = np.array(lost, np.int64)
+        if not safe:
+            self.remove(slots)
+            for segment in segments:
+                self._volume_of(segment).journal.commit(None)
+        return safe, slots
 
-    def _commit(self, slots: Slots, rows: Rows, slot_bytes: int) -> Written | WriteFailed:
-        volumes = slots // self.per % len(self._volumes)
+    def _abandon(self, segment: int) -> list[int]:
+        """Quarantine a segment. Returns: the slots of its committed blocks."""
+        with self._lock:
+            if self.slab.is_quarantined(segment):
+                return []
+            self.slab.quarantine(segment)
+            self._volume_of(segment).set_quarantined(segment)
+            held = self.slab.slots_of(segment).tolist()
+            return [slot for slot in held if slot not in self._uncommitted]
+
+    def _commit(
+        self, slots: Slots, rows: Rows, slot_bytes: int, remove: Slots
+    ) -> Written | WriteFailed:
+        volumes = self._volumes_of(slots)
         names = set(rows["namespace"].tolist())
         done: list[int] = []
         for number in np.unique(volumes).tolist():
@@ -405,9 +364,9 @@ class DiskTier:
             done.append(number)
         with self._lock:
             self._uncommitted.difference_update(slots.tolist())
-        for volume in self._volumes:
-            if volume.journal.removing():
-                volume.journal.commit(None)
+        # Removals in volumes that got nothing of this group have no commit to ride on.
+        for number in set(self._volumes_of(remove).tolist()) - set(done):
+            self._volumes[number].journal.commit(None)
         return Written(len(slots), len(slots) * slot_bytes)
 
     def _undo(
@@ -423,7 +382,8 @@ class DiskTier:
         # Whether rows reached a device that failed is unknown: their slots are never used again.
         unknown = (volumes == failed) & (fault is CommitFault.DEVICE)
         with self._lock:
-            self._volumes[failed].broken = fault is CommitFault.DEVICE
+            if fault is CommitFault.DEVICE:
+                self._volumes[failed].writable = False
             self._uncommitted.difference_update(slots.tolist())
             self.slab.release(slots[~committed & ~unknown])
         self.remove(slots[committed])

@@ -146,7 +146,17 @@ def open_volumes(
 
 
 def load_volumes(io: FileIo, opened: Opened, names: Namespaces) -> Loaded:
-    """Restore the slab and return all rows. Raises StoreError for another's catalogue."""
+    """Restore the slab and return all rows.
+
+    Raises StoreError for another's catalogue, and for a device that fails meanwhile.
+    """
+    try:
+        return _load_volumes(io, opened, names)
+    except OSError as error:
+        raise StoreError(f"the disk tier cannot start: {error}; check that device") from None
+
+
+def _load_volumes(io: FileIo, opened: Opened, names: Namespaces) -> Loaded:
     slab, found, headers = opened.slab, opened.found, opened.headers
     sound: dict[int, Catalogue] = {}
     for number, volume in enumerate(opened.volumes):

@@ -6,8 +6,11 @@ from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
 
-from kvstore.tiers.disk_outcomes import WriteFault
+from kvstore.tiers.catalogue import ROWS_PER_TXN
+from kvstore.tiers.catalogue_row import Rows
+from kvstore.tiers.disk_outcomes import Slots, WriteFault
 from kvstore.tiers.io import FileIo
+from kvstore.tiers.slab import Slab
 
 Submit = Callable[[Callable[[], None]], "Future[None]"]
 
@@ -82,3 +85,24 @@ def _runs(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         size += len(piece.record)
     if run:
         yield run
+
+
+def refuse_bad_group(
+    slab: Slab, reserved: set[int], slots: Slots, records: Sequence[memoryview], rows: Rows
+) -> int:
+    """Raise ValueError for a group that is not one reserved slot, record and row for each block.
+
+    Returns: the group's slot_bytes.
+    """
+    if not 0 < len(slots) == len(records) == len(rows):
+        raise ValueError("a group has as many slots as records and rows, and at least one")
+    if len(rows) > ROWS_PER_TXN:
+        raise ValueError(f"a group has at most {ROWS_PER_TXN} blocks, to be one commit")
+    wanted = slots.tolist()
+    if len(set(wanted)) != len(wanted) or not reserved.issuperset(wanted):
+        raise ValueError("every slot of a group is reserved, and appears once")
+    sizes = {slab.class_of(segment) for segment in set(slab.segments_of(slots).tolist())}
+    slot_bytes = sizes.pop()
+    if sizes or any(len(record) != slot_bytes for record in records):
+        raise ValueError(f"every record of this group has {slot_bytes} bytes, as its slots have")
+    return slot_bytes

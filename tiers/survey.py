@@ -56,7 +56,8 @@ def read_volume_header(io: FileIo, path: Path) -> FileHeader | FileHeaderFault |
         io.pread(fd, page, 0)
     finally:
         io.close(fd)
-    return parse_header(bytes(page), VOLUME_MAGIC)
+    # A crash while the volume was made may have left the file empty, or its page unwritten.
+    return parse_header(bytes(page), VOLUME_MAGIC) if any(page) else None
 
 
 def survey(io: FileIo, path: Path, identity: Identity) -> Survey:
@@ -94,7 +95,12 @@ def survey(io: FileIo, path: Path, identity: Identity) -> Survey:
 def refuse_no_room(
     io: FileIo, paths: Sequence[Path], found: Sequence[Survey], share_bytes: int
 ) -> None:
-    """Raise ConfigError when the volumes may grow beyond what is free on their filesystems."""
+    """Raise ConfigError when the volumes may grow beyond what is free on their filesystems.
+
+    Not for volumes that were made with this capacity already: they go on with what room there is.
+    """
+    if all(one.header and one.header.capacity_bytes == share_bytes for one in found):
+        return
     for device in {one.device for one in found}:
         here = [at for at, one in enumerate(found) if one.device == device]
         growth = sum(max(0, share_bytes - found[at].allocated_bytes) for at in here)

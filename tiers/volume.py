@@ -78,7 +78,7 @@ class Volume:
         self.classes: dict[int, int] = {}  # segment -> slot_bytes
         self.row_tokens: dict[int, int] = {}  # slot_bytes -> the most block_tokens of its rows
         self.catalogue: Catalogue | None = None
-        self.broken = False  # The catalogue's device failed: nothing is written here any more.
+        self.writable = True  # Until the catalogue's device fails.
         self._io = io
         self._directory = -1
         self._header_fd = -1
@@ -94,7 +94,6 @@ class Volume:
         """
         self._directory = open_own_directory(self._io, self.path, "disk path")
         try:
-            self._write_own_header()
             headers: dict[int, FileHeader] = {}
             for segment in found.segments:
                 fd = self._io.open(
@@ -104,6 +103,7 @@ class Volume:
                 header = self._read_segment_header(segment)
                 if header is not None:
                     headers[segment] = header
+            self._write_own_header()
         except OSError as error:
             raise StoreError(
                 f"{self.path} cannot be opened: {error.strerror}; check that device"
