@@ -65,7 +65,8 @@ def _draw(
     # The first token whose cumulative weight exceeds the drawn point; so one of weight 0 never is.
     below = cumulative <= (uniform * cumulative[:, -1])[:, None]
     places: NDArray[np.int64] = below.sum(axis=1, dtype=np.int64)
-    return np.minimum(places, logits.shape[1] - 1)
+    np.minimum(places, logits.shape[1] - 1, out=places)
+    return places
 
 
 def _uniform(seeds: NDArray[np.uint64], steps: NDArray[np.uint64]) -> NDArray[np.float64]:

@@ -4,10 +4,19 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kvstore.runtime.attention import Batch, Pages, Step, plan_step
+from kvstore.runtime.kernels import (
+    KernelLayer,
+    KernelModel,
+    KernelStep,
+    PackedWeights,
+    load_kernels,
+    native_rms_norm,
+)
 from kvstore.runtime.models.config import ModelConfig
-from kvstore.runtime.torch_layer import TorchLayer, rms_norm
+from kvstore.runtime.torch_layer import LayerWeights, TorchLayer, read_layer, rms_norm
 from kvstore.runtime.weights import EMBEDDING, HEAD, NORM, Checkpoint
 from kvstore.tiers.errors import ConfigError
 
@@ -18,10 +27,14 @@ Progress = Callable[[int, int], None]
 
 
 class LlamaModel:
-    """A Llama model, ready to run on the CPU.
+    """A Llama model, ready to run on the CPU: in compiled kernels, or in torch without a compiler.
 
     `dtype` is the type of the weights and of the keys and values in the pages. What lies between
-    (the residual stream, queries, sums) is float32 in both. One forward at a time.
+    (the residual stream, sums, scores) is float32 in both. One forward at a time.
+
+    With the kernels (`native`), a token's keys, values and logits depend on the tokens before it
+    and on nothing else, bit for bit: not on how a prefill was cut, not on other sequences of
+    a batch, not on the number of threads. In torch they depend on the shapes of each step.
     """
 
     def __init__(
@@ -33,22 +46,32 @@ class LlamaModel:
         """
         if dtype not in DTYPES:
             raise ConfigError(f"The runtime computes in float32 or bfloat16, not in {dtype}.")
-        self.config: ModelConfig = checkpoint.config
+        config = checkpoint.config
+        self.config: ModelConfig = config
         self.dtype = dtype
-        config = self.config
-        self._embedding = checkpoint.tensor(EMBEDDING).to(dtype)
-        self._norm = checkpoint.tensor(NORM).to(dtype).float()
-        angles = torch.outer(
-            torch.arange(config.context_length).float(), checkpoint.inverse_frequencies()
+        self._embedding = _shaped(
+            checkpoint.tensor(EMBEDDING).to(dtype), (config.vocab_size, config.hidden_size)
         )
-        self._cosines, self._sines = angles.cos(), angles.sin()
-        self._layers: list[TorchLayer] = []
+        self._norm = _shaped(checkpoint.tensor(NORM).to(dtype).float(), (config.hidden_size,))
+        positions = torch.arange(config.context_length).float()
+        angles = torch.outer(positions, checkpoint.inverse_frequencies())
+        self._rotary = angles.cos(), angles.sin()
+        library = load_kernels()
+        self._kernels = library and KernelModel(library, config, dtype, self._rotary)
+        self._native_layers: list[KernelLayer] = []
+        self._torch_layers: list[TorchLayer] = []
         for index in range(config.layers):
-            self._layers.append(TorchLayer(checkpoint, index, dtype))
+            self._add_layer(read_layer(checkpoint, index, dtype))
             if progress:
                 progress(index + 1, config.layers)
         head = self._embedding if config.tied_embeddings else checkpoint.tensor(HEAD).to(dtype)
-        self._head = head.float()
+        head = _shaped(head, (config.vocab_size, config.hidden_size))
+        self._head = PackedWeights(library, head) if library else head.float()
+
+    @property
+    def native(self) -> bool:
+        """Whether the compiled kernels run."""
+        return self._kernels is not None
 
     @torch.inference_mode()
     def forward(
@@ -62,29 +85,86 @@ class LlamaModel:
 
         Returns: float32 [sequences that want logits, vocabulary], in batch order.
         """
-        step = plan_step(batch, pages, self.config.vocab_size, self.config.context_length)
         self._check_pages(pages)
+        step = plan_step(batch, pages, self.config.vocab_size, self.config.context_length)
         x = self._embedding[batch.tokens].float()
-        rotary = (self._cosines[step.positions], self._sines[step.positions])
-        for index, layer in enumerate(self._layers):
+        if self._kernels:
+            x = self._run_native(self._kernels, x, step, pages, before_layer)
+        else:
+            x = self._run_torch(x, step, pages, before_layer)
+        return self._logits(x)
+
+    def _run_native(
+        self,
+        kernels: KernelModel,
+        x: Tensor,
+        step: Step,
+        pages: Pages,
+        before_layer: Callable[[int], None] | None,
+    ) -> Tensor:
+        run = KernelStep(kernels, step, pages.page_tokens, x)
+        for index, layer in enumerate(self._native_layers):
             if before_layer:
                 before_layer(index)
             # Only the wanted rows leave the last layer; all of its keys and values are written.
-            last = index == len(self._layers) - 1
-            x = layer.run(x, step, rotary, pages.keys[index], pages.values[index], last)
-        return self._logits(x, step)
+            last = index == len(self._native_layers) - 1
+            run.run(layer, pages.keys[index], pages.values[index], last)
+        return x[: len(step.wanted)]
 
-    def _logits(self, x: Tensor, step: Step) -> Tensor:
-        if len(step.wanted) == 0:
+    def _run_torch(
+        self, x: Tensor, step: Step, pages: Pages, before_layer: Callable[[int], None] | None
+    ) -> Tensor:
+        rotary = (self._rotary[0][step.positions], self._rotary[1][step.positions])
+        for index, layer in enumerate(self._torch_layers):
+            if before_layer:
+                before_layer(index)
+            last = index == len(self._torch_layers) - 1
+            x = layer.run(x, step, rotary, (pages.keys[index], pages.values[index]), last)
+        return x
+
+    def _logits(self, x: Tensor) -> Tensor:
+        if len(x) == 0:
             return torch.empty(0, self.config.vocab_size)
-        normed = rms_norm(x, self._norm, self.config.norm_epsilon)
-        return torch.nn.functional.linear(normed, self._head)
+        epsilon = self.config.norm_epsilon
+        if self._kernels and isinstance(self._head, PackedWeights):
+            kernels = self._kernels
+            normed = native_rms_norm(kernels.library, x, self._norm, epsilon, kernels.rows)
+            return self._head.linear(normed)
+        assert isinstance(self._head, Tensor)
+        return functional.linear(rms_norm(x, self._norm, epsilon), self._head)
+
+    def _add_layer(self, weights: LayerWeights) -> None:
+        config = self.config
+        hidden, width = config.hidden_size, config.heads * config.head_dim
+        _shaped(weights.input_norm, (hidden,))
+        _shaped(weights.post_norm, (hidden,))
+        _shaped(weights.qkv, (width + 2 * config.kv_heads * config.head_dim, hidden))
+        _shaped(weights.output, (hidden, width))
+        _shaped(weights.gate_up, (2 * config.intermediate_size, hidden))
+        _shaped(weights.down, (hidden, config.intermediate_size))
+        if self._kernels:
+            matrices = (weights.qkv, weights.output, weights.gate_up, weights.down)
+            norms = (weights.input_norm, weights.post_norm)
+            self._native_layers.append(KernelLayer(self._kernels.library, norms, matrices))
+        else:
+            self._torch_layers.append(TorchLayer(config, weights))
 
     def _check_pages(self, pages: Pages) -> None:
         config = self.config
         shape = (pages.page_tokens, config.kv_heads, config.head_dim)
         if len(pages.keys) != config.layers or len(pages.values) != config.layers:
             raise ConfigError("The page pool has another number of layers than the model.")
-        for part in (pages.keys[0], pages.values[0]):
-            if tuple(part.shape[1:]) != shape or part.dtype != self.dtype:
+        for keys, values in zip(pages.keys, pages.values, strict=True):
+            fits = keys.shape == values.shape and keys.stride() == values.stride()
+            if not fits or keys.shape[1:] != shape or {keys.dtype, values.dtype} != {self.dtype}:
                 raise ConfigError("The page pool has other pages than the model; make one for it.")
+            if keys.stride()[1:] != (shape[1] * shape[2], shape[2], 1):
+                raise ConfigError("A page must be contiguous in memory; make the pool so.")
+
+
+def _shaped(weight: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if tuple(weight.shape) != shape:
+        raise ConfigError(
+            f"A weight has shape {tuple(weight.shape)} where {shape} is due; fetch the model again."
+        )
+    return weight
