@@ -12,6 +12,7 @@ from kvstore.home import OVERHEAD_BYTES, Home, StoreFacts, new_store_id, sentenc
 from kvstore.index import Index
 from kvstore.placement import Placement
 from kvstore.starting import Starter
+from kvstore.ticket import Leases
 from kvstore.tiers.base import TierName
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.errors import ConfigError
@@ -111,7 +112,8 @@ def open_parts(config: Config, io: FileIo) -> Opened:
         tiers = (TierName.HOST, TierName.DISK) if disk else (TierName.HOST,)
         rows = (config.host_capacity_bytes + config.disk_capacity_bytes) // SLOT_TYPICAL_BYTES
         index = Index(tiers, rows_expected=min(max(rows, 1024), ROWS_EXPECTED_MAX))
-        placement = Placement(index, host, disk, counters, boot)
+        leases = Leases(config.lease_s)
+        placement = Placement(index, host, disk, counters, boot=boot, leases=leases)
         undo.pop_all()
         return Opened(config, home, counters, host, disk, disks, placement, Starter(placement))
 

@@ -21,6 +21,7 @@ from kvstore.index import Index
 from kvstore.outcomes import Left
 from kvstore.rows import VERIFIED, Ints, Longs
 from kvstore.sequence import Sequence
+from kvstore.ticket import Leases
 from kvstore.tiers.base import MissReason, SaveDrop, TierName
 from kvstore.tiers.disk_outcomes import BadRun, IoFault
 from kvstore.tiers.errors import StoreError
@@ -76,7 +77,14 @@ class Placement:
     """The index and the two tiers under one lock. Methods that change them take the lock."""
 
     def __init__(
-        self, index: Index, host: HostTier, disk: "DiskTier | None", counters: Counters, boot: int
+        self,
+        index: Index,
+        host: HostTier,
+        disk: "DiskTier | None",
+        counters: Counters,
+        *,
+        boot: int,
+        leases: Leases,
     ) -> None:
         self.lock = threading.RLock()
         self.index = index
@@ -87,6 +95,7 @@ class Placement:
         self.dirty_changed = threading.Condition(self.lock)
         self.dirty: deque[Dirty] = deque()  # what write-back has to do, root first
         self.spaces: dict[int, SpaceFacts] = {}  # by their number in the index
+        self.leases = leases
         self._evict_host = Evictor(index, TierName.HOST)
         self._generation = itertools.count(boot << 32)
 
@@ -214,6 +223,7 @@ class Placement:
 
     def _make_host_room(self, slot_bytes: int, count: int) -> bool:
         """Evict blocks of this slot size, or take a segment from another size. Returns success."""
+        self.expire_leases()
         clean = self.disk is not None
         rows = self._evict_host.coldest(count, slot_bytes=slot_bytes, clean_only=clean)
         left = self.index.clear(TierName.HOST, rows)
@@ -247,6 +257,11 @@ class Placement:
             self.host.release(slots)
 
     # --- leaving, and being used
+
+    def expire_leases(self) -> None:
+        """End the leases whose time is over: asked for by lookups, and by whoever needs room."""
+        for rows in self.leases.expired():
+            self.unlease(rows)
 
     def unhold(self, rows: Ints) -> None:
         """End holds; slots whose block left meanwhile are freed now."""

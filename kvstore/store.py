@@ -21,7 +21,7 @@ from kvstore.pool import PagePool
 from kvstore.saving import Save, Saver
 from kvstore.sequence import Sequence
 from kvstore.space import Space
-from kvstore.ticket import Lease, Leases, Ticket
+from kvstore.ticket import Lease, Ticket
 from kvstore.tiers.base import MissReason, SaveDrop, TierName
 from kvstore.tiers.errors import ClosedError, LayoutError
 from kvstore.tiers.io import FileIo
@@ -59,7 +59,6 @@ class Store:
         self._parts = parts
         self._placement = parts.placement
         self._counters = parts.counters
-        self._leases = Leases(config.lease_s)
         self._spaces: dict[bytes, Space] = {}
         self._closed = False
         self._saver = Saver(parts.placement, config.save_queue_blocks)
@@ -142,11 +141,11 @@ class Store:
         block_tokens = sequence.space.layout.block_tokens
         usable = max(0, (sequence.length - 1) // block_tokens)
         with placement.lock:
-            self._expire()
+            placement.expire_leases()
             rows, in_host, reason = self._find(sequence, usable)
             leased = rows[[in_host - 1, -1]] if 0 < in_host < len(rows) else rows[-1:]
             placement.index.lease(leased)
-            lease = self._leases.add(leased) if len(rows) else Lease(leased, live=False)
+            lease = placement.leases.add(leased) if len(rows) else Lease(leased, live=False)
             generations = placement.index.generations(rows)
         misses = self._count_lookup(sequence, len(rows), usable, skip_tokens, reason)
         by_tier = {
@@ -206,7 +205,7 @@ class Store:
         pages = pool.block_pages(page_ids, last)[first:]
         partial = skip % size if skip < stop else 0
         with placement.lock:
-            self._expire()
+            placement.expire_leases()
             expired = ticket.blocks > 0 and not ticket.lease.live
             rows = ticket.rows[first:last]
             alive = placement.index.alive(rows, ticket.generations[first:last])
@@ -271,13 +270,13 @@ class Store:
     def check_integrity(self) -> None:
         """AssertionError if an invariant is broken. Reads everything; for tests and doubts."""
         with self._placement.lock:
-            self._expire()
+            self._placement.expire_leases()
             self._parts.check_integrity()
 
     def leaks(self) -> dict[str, int]:
         """Leases and holds that are out now; all zero when nothing is under way."""
         with self._placement.lock:
-            self._expire()
+            self._placement.expire_leases()
             return {
                 "leases": self._placement.index.uses.leased,
                 "holds": self._placement.index.uses.held,
@@ -300,10 +299,6 @@ class Store:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _expire(self) -> None:
-        for rows in self._leases.expired():
-            self._placement.unlease(rows)
 
     def _end_lease(self, lease: Lease) -> None:
         if lease.live:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from kvstore.sequence import Sequence
     from kvstore.store import Store
 
+SWEEP_MIN = 1024
+
 
 @dataclass
 class Lease:
@@ -96,10 +98,13 @@ class Leases:
         self.lease_s = lease_s
         self._order = itertools.count()
         self._heap: list[tuple[float, int, Lease]] = []
+        self._sweep_at = SWEEP_MIN
 
     def add(self, rows: npt.NDArray[np.int32]) -> Lease:
         """Note the deadline of rows that were just leased."""
         lease = Lease(rows)
+        if len(self._heap) >= self._sweep_at:
+            self._sweep()
         heapq.heappush(self._heap, (time.monotonic() + self.lease_s, next(self._order), lease))
         return lease
 
@@ -112,3 +117,13 @@ class Leases:
                 lease.live = False
                 over.append(lease.rows)
         return over
+
+    def __len__(self) -> int:
+        """How many are noted; those that ended count until they are swept out."""
+        return len(self._heap)
+
+    def _sweep(self) -> None:
+        """Forget what ended before its deadline, so that memory follows the leases that live."""
+        self._heap = [entry for entry in self._heap if entry[2].live]
+        heapq.heapify(self._heap)
+        self._sweep_at = max(SWEEP_MIN, 2 * len(self._heap))

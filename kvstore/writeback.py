@@ -205,6 +205,7 @@ class Writer:
         placement = self._placement
         with placement.lock:
             index = placement.index
+            placement.expire_leases()
             # A small disk keeps a small reserve: never more than a quarter of its blocks.
             count = min(count, max(len(group.rows), index.blocks(TierName.DISK) // 4))
             rows = self._evict.coldest(count, slot_bytes=group.space.record.slot_bytes)
