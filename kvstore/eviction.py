@@ -48,6 +48,8 @@ class Evictor:
         self._index = index
         self._tier = index.number(tier)
         self._queues: dict[tuple[int | None, bool], Queue] = {}
+        # The last search for a segment that found none, and the index's state then.
+        self._no_segment: tuple[int, bool, int] | None = None
 
     def coldest(
         self,
@@ -112,39 +114,52 @@ class Evictor:
 
         A segment may go if every slot taken in it belongs to a row, and none of these rows and
         their descendants in the tier is leased or held (clean_only: or not in the other tier).
-        Scans all rows: a few tens of milliseconds at 1,000,000, for the thousands it frees.
+        Scans all rows: tens to hundreds of milliseconds at 1,000,000, for the thousands it frees;
+        not again while nothing has changed.
         """
-        rows, tier = self._index.rows, self._tier
-        slots = rows.slots[tier][: rows.high]
+        question = (slot_bytes, clean_only, self._index.changes)
+        others = [
+            segment
+            for size in slab.classes()
+            if size != slot_bytes
+            for segment in slab.segments_of_class(size).tolist()
+        ]
+        if not others or question == self._no_segment:
+            return None
+        segment = self._search_segments(slab, others, clean_only)
+        self._no_segment = question if segment is None else None
+        return segment
+
+    def _search_segments(self, slab: Slab, among: list[int], clean_only: bool) -> int | None:
+        rows = self._index.rows
+        slots = rows.slots[self._tier][: rows.high]
         here = np.flatnonzero(slots >= 0).astype(np.int32)
         segment = slots[here] // slab.slots_per_segment_max
-        stays = self._with_ancestors(here, clean_only)
-        latest = np.full(slab.segments_max, np.iinfo(np.int64).min)
-        np.maximum.at(latest, segment, rows.age[here])
-        count = np.bincount(segment, minlength=slab.segments_max)
-        barred = np.bincount(segment[stays[here]], minlength=slab.segments_max) > 0
-        for candidate in np.argsort(latest, kind="stable").tolist():
-            size = slab.class_of(candidate)
-            if size in (0, slot_bytes) or barred[candidate] or slab.is_quarantined(candidate):
-                continue
-            if len(slab.slots_of(candidate)) == count[candidate]:
-                return int(candidate)
-        return None
-
-    def _with_ancestors(self, here: Ints, clean_only: bool) -> Mask:
-        """Rows of the tier that may not leave, and all their ancestors: bool [rows]."""
-        rows = self._index.rows
-        stays = np.zeros(rows.high, bool)
         bound = rows.in_use(here)
         if clean_only:
             bound |= rows.slots[1 - self._tier][here] < 0
-        level = here[bound]
+        barred = np.bincount(segment[bound], minlength=slab.segments_max) > 0
+        if barred[among].all():
+            return None
+        stays = self._with_ancestors(here[bound])
+        barred = np.bincount(segment[stays[here]], minlength=slab.segments_max) > 0
+        latest = np.full(slab.segments_max, np.iinfo(np.int64).min)
+        np.maximum.at(latest, segment, rows.age[here])
+        count = np.bincount(segment, minlength=slab.segments_max)
+        for candidate in sorted(among, key=lambda segment: int(latest[segment])):
+            if not barred[candidate] and len(slab.slots_of(candidate)) == count[candidate]:
+                return candidate
+        return None
+
+    def _with_ancestors(self, level: Ints) -> Mask:
+        """These rows and all their ancestors: bool [rows]."""
+        parents, marked = self._index.rows.parent, np.zeros(self._index.rows.high, bool)
         while len(level):
-            stays[level] = True
-            level = rows.parent[level]
+            marked[level] = True
+            level = parents[level]
             level = np.unique(level[level >= 0])
-            level = level[~stays[level]]
-        return stays
+            level = level[~marked[level]]
+        return marked
 
 
 class _Search:
