@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvstore.block_table import Keys, check_keys
 from kvstore.index import FIRST_AGE, SLOT_MAX, Index
-from kvstore.rows import MEDIA, NONE, Ints, Longs, span
+from kvstore.rows import MEDIA, MEDIA_UNSEEN, NONE, Ints, Longs, span
 from kvstore.tiers.base import TierName
 
 Mask = npt.NDArray[np.bool_]
@@ -25,7 +25,7 @@ class StoredBlocks:
     keys, parents uint8 [n, 16]: the key, and the key of the block before (of a block at depth 0:
       anything). spaces uint16 [n]: their spaces' numbers. tokens int32 [n, block_tokens].
     depths uint32 [n], contents uint64 [n] (record generations), slots int64 [n].
-    media: uint8 [n, 32] digests, zeros for none; or None if no block has any.
+    media: uint8 [n, 32] digests, zeros for none; or None if they are not known.
     """
 
     keys: Keys
@@ -101,7 +101,9 @@ def _fill_columns(index: Index, rows: Ints, places: Longs, blocks: StoredBlocks)
     # Older than everything this run touches, and in the order in which they were saved.
     columns.age[new] = np.minimum(blocks.contents[fresh], FIRST_AGE).astype(np.int64)
     columns.store_tokens(rows, blocks.tokens[fresh])
-    if blocks.media is not None:
+    if blocks.media is None:
+        columns.flags[new] |= np.uint8(MEDIA_UNSEEN)
+    else:
         for row, digest in zip(rows.tolist(), blocks.media[fresh], strict=True):
             if digest.any():
                 columns.media[row] = digest.tobytes()

@@ -28,7 +28,7 @@ from kvstore.closure import (
     missing_ancestors,
 )
 from kvstore.outcomes import Found, Left, Published
-from kvstore.rows import HIDDEN, MEDIA, NONE, ROWS_MAX, Ints, Longs, Rows, span
+from kvstore.rows import HIDDEN, MEDIA, MEDIA_UNSEEN, NONE, ROWS_MAX, Ints, Longs, Rows, span
 from kvstore.tiers.base import MissReason, SaveDrop, TierName
 from kvstore.tiers.errors import TokenError
 from kvstore.tombstones import Tombstones
@@ -161,9 +161,14 @@ class Index:
         return keys, np.ascontiguousarray(tokens)
 
     def _confirm_media(self, rows: Ints, media: Media) -> int:
-        """How many leading rows have exactly the media digests given."""
+        """How many leading rows have exactly the media digests given.
+
+        Of a row whose digest was not seen yet the key vouches for it, and the header at load.
+        """
         with_media = set(np.flatnonzero(self.rows.flags[rows] & MEDIA).tolist())
         for at in sorted(with_media | {at for at in media if at < len(rows)}):
+            if self.rows.flags[rows[at]] & MEDIA_UNSEEN:
+                continue
             if self.rows.media.get(int(rows[at])) != media.get(at):
                 return at
         return len(rows)

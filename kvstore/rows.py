@@ -24,6 +24,7 @@ NONE = -1
 HIDDEN = 1  # flags: in no tier any more, cannot be found, and kept because someone still uses it
 LEAVING = 2  # flags: being freed in this very call
 MEDIA = 4  # flags: the block has a media digest
+MEDIA_UNSEEN = 16  # flags: from a catalogue, which keeps no media digest; the header has it
 VERIFIED = 8  # flags: the upper tier's bytes were checked since this owner started
 
 # kvstore/native/find.cpp reads this layout. upper and lower: the slots in the index's first and
