@@ -1,0 +1,128 @@
+"""kill -9 of the process that saves: afterwards every hit is exactly the bytes, or it is a miss."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.store import open as open_store
+from support.checks import assert_at_rest, disk_usage
+from support.engine import Engine
+from support.writer import DISK_BYTES, HOST_BYTES, LAYOUT, PAGES, PROMPTS_MAX, prompt_of
+
+KILLS = 50
+LONG_KILLS = 1000
+LATEST = 6  # Prompts of the last round that are young enough to be on disk still.
+TESTS = Path(__file__).resolve().parents[1]
+
+
+class Victims:
+    """Processes that save for ever, one at a time."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "support.writer"],
+            cwd=TESTS,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def kill_one(self, round_number: int, *, opening: bool, after_s: float) -> list[int]:
+        """Let one run and kill it. Returns: the prompts that it was told are durable.
+
+        opening: the seconds count from its start, else from when its store is open.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{self._directory} {round_number}\n")
+        self._process.stdin.flush()
+        pid, durable = 0, []
+        for line in self._process.stdout:
+            word, *number = line.split()
+            if word == "ended":
+                return durable
+            if word == "pid":
+                pid = int(number[0])
+            if word == "durable":
+                durable.append(int(number[0]))
+            if word == ("pid" if opening else "open"):
+                threading.Timer(after_s, os.kill, (pid, signal.SIGKILL)).start()
+        raise AssertionError("the process that forks the victims ended")
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        assert self._process.wait(30) == 0
+
+
+@pytest.fixture
+def victims(tmp_path: Path) -> Iterator[Victims]:
+    made = Victims(tmp_path / "store")
+    yield made
+    made.close()
+
+
+def check(directory: Path, round_number: int, durable: list[int]) -> tuple[int, int]:
+    """Reopen, and load what can be found of this and earlier rounds. Blocks found, and asked."""
+    found = asked = 0
+    with open_store(directory, host=HOST_BYTES, disk_capacity=DISK_BYTES) as store:
+        store.check_integrity()
+        engine = Engine(store.namespace(LAYOUT, model="m"), PAGES)
+        last = durable[-1] if durable else -1
+        prompts = [(round_number, number) for number in range(max(0, last - 9), last + 3)]
+        prompts += [(max(0, round_number - ago), 0) for ago in (1, 2, 3)]
+        for prompt in prompts:
+            sequence = engine.space.sequence(prompt_of(*prompt))
+            with sequence.lookup() as ticket:
+                result = engine.load(ticket)  # asserts every byte of it
+                assert result.tokens == ticket.tokens, result.reason
+            asked += sequence.blocks
+            found += ticket.blocks
+            if prompt[0] == round_number and prompt[1] in durable[-LATEST:]:
+                assert ticket.blocks == sequence.blocks, "a durable block was lost"
+        # It goes on: a save after the crash is a save.
+        _, saved = engine.save(prompt_of(round_number, PROMPTS_MAX))
+        assert saved.dropped == {}
+        assert_at_rest(store)
+        bad = {n: c for n, c in store.counters().items() if n.startswith("bad_blocks") and c}
+        assert not bad
+    assert disk_usage(directory) <= DISK_BYTES
+    return found, asked
+
+
+def kill_many(victims: Victims, directory: Path, kills: int) -> None:
+    random = np.random.default_rng(1)
+    found = asked = durable_prompts = 0
+    began = time.monotonic()
+    for round_number in range(kills):
+        # One in five dies while it opens the store, the others while they save and flush.
+        opening = round_number % 5 == 4
+        after_s = float(random.uniform(0.001, 0.04 if opening else 0.15))
+        durable = victims.kill_one(round_number, opening=opening, after_s=after_s)
+        hit, of = check(directory, round_number, durable)
+        found, asked, durable_prompts = found + hit, asked + of, durable_prompts + len(durable)
+    print(
+        f"{kills} kills in {time.monotonic() - began:.0f} s: {durable_prompts} prompts durable, "
+        f"{found} of {asked} blocks found and exact"
+    )
+    assert durable_prompts > kills // 5  # or the victims died before they did anything
+    assert found > 0
+
+
+@pytest.mark.slow
+def test_fifty_kills(victims: Victims, tmp_path: Path) -> None:
+    kill_many(victims, tmp_path / "store", KILLS)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_a_thousand_kills(victims: Victims, tmp_path: Path) -> None:
+    kill_many(victims, tmp_path / "store", LONG_KILLS)
