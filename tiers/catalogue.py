@@ -312,7 +312,9 @@ class Catalogue:
             return self._env.begin()
         except lmdb.ReadersFullError:
             self._env.reader_check()
-            return self._env.begin()
+        except lmdb.MapResizedError:
+            self._env.set_mapsize(0)  # The owner's map grew: take over its size.
+        return self._env.begin()
 
     def _commit_part(self, change: Change) -> CommitFault | None:
         if self._broken:
