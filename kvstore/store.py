@@ -23,7 +23,7 @@ from kvstore.sequence import Sequence
 from kvstore.space import Space
 from kvstore.ticket import Lease, Ticket
 from kvstore.tiers.base import MissReason, SaveDrop, TierName
-from kvstore.tiers.errors import ClosedError, LayoutError
+from kvstore.tiers.errors import ClosedError, LayoutError, TokenError
 from kvstore.tiers.io import FileIo
 from kvstore.tiers.layout import Layout
 from kvstore.writeback import Writer
@@ -140,6 +140,8 @@ class Store:
         placement = self._placement
         block_tokens = sequence.space.layout.block_tokens
         usable = max(0, (sequence.length - 1) // block_tokens)
+        if skip_tokens < 0:
+            raise TokenError(f"skip_tokens={skip_tokens} is negative; give 0 for nothing")
         with placement.lock:
             placement.expire_leases()
             rows, in_host, reason = self._find(sequence, usable)
@@ -201,6 +203,7 @@ class Store:
         size = sequence.space.layout.block_tokens
         skip = ticket.skip_tokens if skip_tokens is None else skip_tokens
         stop = ticket.tokens if stop_tokens is None else min(stop_tokens, ticket.tokens)
+        _refuse_parts(skip, stop, size, pool.page_tokens)
         first, last = min(skip, stop) // size, stop // size
         pages = pool.block_pages(page_ids, last)[first:]
         partial = skip % size if skip < stop else 0
@@ -313,6 +316,20 @@ class Store:
     def _refuse_other_pool(sequence: Sequence, pool: PagePool) -> None:
         if pool.layout != sequence.space.layout:
             raise LayoutError("the pool has another layout than the sequence; make it by its space")
+
+
+def _refuse_parts(skip: int, stop: int, block_tokens: int, page_tokens: int) -> None:
+    """Raise TokenError where a load would begin inside a page or end inside a block."""
+    if skip < 0 or (skip < stop and skip % page_tokens):
+        raise TokenError(
+            f"skip_tokens={skip} is not a whole number of pages of {page_tokens} tokens; "
+            "give what the engine holds in full pages"
+        )
+    if stop < 0 or stop % block_tokens:
+        raise TokenError(
+            f"stop_tokens={stop} is not a whole number of blocks of {block_tokens} tokens; "
+            "round it down"
+        )
 
 
 __all__ = ["LoadResult", "Store", "open"]
