@@ -41,7 +41,8 @@ class Loaded:
     """What a start found.
 
     rows: by block_tokens, in the order of their slots, sealed; `slots_of_rows` says where they lie.
-    rebuilt: numbers of the volumes whose catalogue was made anew. damaged: rows that were removed.
+    rebuilt: numbers of the volumes whose catalogue was made anew. damaged: rows that were lost with
+    one, or named no slot.
     """
 
     rows: dict[int, Rows]
@@ -167,10 +168,11 @@ def _load_volumes(io: FileIo, opened: Opened, names: Namespaces) -> Loaded:
     groups: dict[int, list[Rows]] = {}
     rebuilt, damaged = [], 0
     for number, volume in enumerate(opened.volumes):
+        rows = None
         if number in sound:
             rows, bad = _load(volume, sound[number], headers[number], slab)
             damaged += bad
-        else:
+        if rows is None:
             if found[number].segments:
                 rebuilt.append(number)
             rows = _rebuild(io, volume, slab, names)
@@ -203,9 +205,10 @@ def _restore_classes(volume: Volume, headers: dict[int, FileHeader]) -> None:
 
 def _open_if_sound(volume: Volume, found: Survey, names: Namespaces) -> Catalogue | None:
     """The volume's catalogue, with its namespaces merged; None if it has to be rebuilt."""
-    clean = volume.take_clean_mark()
     if not found.catalogue_bytes:
+        volume.drop_clean_mark()
         return None
+    clean = volume.take_clean_mark()
     if not clean:
         walked = walk(volume.catalogue_directory, found.catalogue_bytes)
         if not walked.sound:
@@ -220,8 +223,12 @@ def _open_if_sound(volume: Volume, found: Survey, names: Namespaces) -> Catalogu
 
 def _load(
     volume: Volume, catalogue: Catalogue, headers: dict[int, FileHeader], slab: Slab
-) -> tuple[list[Rows], int]:
-    """The rows whose slots exist; the others are removed from the catalogue."""
+) -> tuple[list[Rows] | None, int]:
+    """The rows whose slots exist; the others are removed from the catalogue.
+
+    None when a row is damaged: the slots' headers know all blocks, and a row that is gone would
+    cost every block after it in its chain.
+    """
     table = catalogue.segments()
     for segment in sorted(volume.fds):
         slot_bytes, state = table.get(segment, (0, SegmentState.USABLE))
@@ -230,6 +237,9 @@ def _load(
         elif segment not in headers:
             _mend_header(volume, segment, slot_bytes, slab)
     by_tokens, bad = catalogue.load()
+    if bad:
+        catalogue.close()
+        return None, bad
     classes = np.zeros(slab.segments_max, np.int64)
     for segment, slot_bytes in volume.classes.items():
         classes[segment] = slot_bytes
@@ -242,7 +252,7 @@ def _load(
             kept.append(rows[exists] if len(lost) else rows)
     if strays and catalogue.commit(Change(removed=strays)) is not None:
         raise StoreError(f"{volume.path} cannot be written; check that device")
-    return kept, bad + len(strays)
+    return kept, len(strays)
 
 
 def _mend_header(volume: Volume, segment: int, slot_bytes: int, slab: Slab) -> None:

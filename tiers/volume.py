@@ -127,6 +127,11 @@ class Volume:
         data, _ = catalogue_files(self.path)
         return take_mark(self._io, self._directory, data, self.identity.store_id)
 
+    def drop_clean_mark(self) -> None:
+        """Remove the mark of a clean stop, where there is one: its catalogue is gone."""
+        if self._io.exists(CLEAN_FILE, directory=self._directory):
+            self._io.unlink(CLEAN_FILE, directory=self._directory)
+
     @property
     def catalogue_directory(self) -> Path:
         """Where the catalogue's files lie."""

@@ -213,7 +213,7 @@ def test_stale_records_of_another_class_are_not_taken(tmp_path: Path) -> None:
 def test_only_the_damaged_volume_is_rebuilt(tmp_path: Path) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
     rig = open_rig(paths)
-    slots, _ = rig.write(range(60))
+    slots, _ = rig.write(range(150))
     name = rig.name
     rig.tier.close()
     assert {slot // rig.tier.per % 2 for slot in slots.tolist()} == {0, 1}
