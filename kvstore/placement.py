@@ -180,6 +180,13 @@ class Placement:
             self.unhold(np.array([plan.anchor], np.int32))
         return stored
 
+    def abandon_save(self, plan: SavePlan) -> None:
+        """Give back what a plan took, when its copy failed."""
+        with self.lock:
+            self.release_host_slots(plan.slots)
+            if plan.anchor >= 0:
+                self.unhold(np.array([plan.anchor], np.int32))
+
     def new_generations(self, count: int) -> npt.NDArray[np.uint64]:
         """Numbers that no record of this store ever had: uint64 [count]."""
         return np.fromiter(itertools.islice(self._generation, count), np.uint64, count)

@@ -174,8 +174,12 @@ class Saver:
         job.present += plan.present
         todo = plan.last - plan.first
         if todo:
-            headers = self._copy(job, plan.first, plan.last, plan.slots, plan.generations)
-            placement.host.publish(plan.slots, headers)
+            try:
+                headers = self._copy(job, plan.first, plan.last, plan.slots, plan.generations)
+                placement.host.publish(plan.slots, headers)
+            except BaseException:
+                placement.abandon_save(plan)
+                raise
         with placement.lock:
             saved = placement.publish_save(sequence, job.keys, plan)
         job.saved += saved

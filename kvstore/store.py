@@ -268,16 +268,19 @@ class Store:
 
     def counters(self) -> dict[str, int]:
         """Every counter by name: see kvstore.counters.NAMES."""
+        self._refuse_closed()
         return self._counters.all()
 
     def check_integrity(self) -> None:
         """AssertionError if an invariant is broken. Reads everything; for tests and doubts."""
+        self._refuse_closed()
         with self._placement.lock:
             self._placement.expire_leases()
             self._parts.check_integrity()
 
     def leaks(self) -> dict[str, int]:
         """Leases and holds that are out now; all zero when nothing is under way."""
+        self._refuse_closed()
         with self._placement.lock:
             self._placement.expire_leases()
             return {
