@@ -18,6 +18,7 @@ from kvstore.hashing.chain import chain_function
 from kvstore.identity import Identity
 from kvstore.planner import Planner
 from kvstore.runtime.attention import Batch
+from kvstore.runtime.costs import calibrate, observe_step
 from kvstore.runtime.models.llama import LlamaModel
 from kvstore.runtime.pages import PagePool
 from kvstore.runtime.prefix import Prefixes
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
     from kvstore.store import Store
 
 IDLE_WAIT_S = 0.05  # longest wait of a step that can only wait for a load
+PAUSE_S = 0.001  # the same, when several are loading
 GRACE_S = 0.02  # a load from host memory has its first layer within this, so the step waits for it
-CALIBRATION_TOKENS = (16, 64)
 
 
 class Engine:
@@ -84,7 +85,7 @@ class Engine:
         )
         self._tier_tokens = dict.fromkeys(TierName, 0)
         if self._store_pool is not None:
-            self.calibrate()
+            calibrate(model, pool, self.planner)
 
     # Requests
 
@@ -198,9 +199,10 @@ class Engine:
     def _wait(self) -> None:
         """Nothing can be computed: wait a little for a load, or for pages of a copy."""
         loading = [r for r in self.scheduler.running if r.state is State.LOADING]
-        if loading:
-            self._prefixes.ready(loading[0], IDLE_WAIT_S)
-        elif self.scheduler.waiting:
+        for request in loading:
+            if self._prefixes.ready(request, PAUSE_S if len(loading) > 1 else IDLE_WAIT_S):
+                return
+        if not loading and self.scheduler.waiting:
             self.pool.wait_copies(IDLE_WAIT_S)
 
     def _start(self, request: Request) -> Admission:
@@ -250,7 +252,7 @@ class Engine:
         started = time.perf_counter()
         logits = self.model.forward(batch, self.pool, hook)
         if hook is None:
-            self._observe(works, time.perf_counter() - started)
+            observe_step(self.planner, works, time.perf_counter() - started)
         wanting = [r for r, wanted in zip(requests, batch.wants_logits, strict=True) if wanted]
         tokens: list[int] = sample(
             logits, [r.params.sampling for r in wanting], [len(r.output) for r in wanting]
@@ -350,36 +352,7 @@ class Engine:
         self.pool.release(request.pages)
         request.pages, request.computed, request.offered = [], 0, 0
 
-    # Costs and counters
-
-    def calibrate(self) -> None:
-        """Measure prefill at two sizes, on pages that nobody uses, so that the planner can plan."""
-        size = self.pool.page_tokens
-        for count in (*CALIBRATION_TOKENS, *CALIBRATION_TOKENS):  # the first round only warms up
-            if count > self.model.config.context_length:
-                continue
-            pages = self.pool.allocate(-(-count // size))
-            if pages is None:
-                continue
-            batch = Batch(
-                tokens=torch.arange(count) % self.model.config.vocab_size,
-                starts=[0],
-                lengths=[count],
-                tables=torch.tensor([pages]),
-                wants_logits=[True],
-            )
-            started = time.perf_counter()
-            self.model.forward(batch, self.pool)
-            self.planner.observe(count, 0, time.perf_counter() - started)
-            self.pool.release(pages)
-
-    def _observe(self, works: list[Work], seconds: float) -> None:
-        """Teach the planner what a prefill cost; a batch counts as one prompt of its tokens."""
-        new = sum(work.length for work in works)
-        if new == len(works):
-            return  # decoding only: bound by memory, and no measure of prefill
-        pairs = sum(work.length * (work.request.computed + (work.length + 1) / 2) for work in works)
-        self.planner.observe(new, max(0, round((pairs - new * (new + 1) / 2) / new)), seconds)
+    # Counters
 
     def counters(self) -> dict[str, int | float]:
         """Totals over all requests that ended, and the planner's decisions."""

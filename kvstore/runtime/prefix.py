@@ -119,9 +119,13 @@ class Prefixes:
         load, believed = request.load, request.computed
         if load is None:
             return True
-        if not load.done and request.stalled:
+        if request.stalled and not load.done:
             return False
-        result = load.result(request.patience_s)
+        try:
+            result = load.result(request.patience_s)
+        except TimeoutError:
+            request.stalled = True
+            return False
         request.load, request.probing = None, False
         request.sound = request.computed = max(request.sound, result.tokens)
         size = self._pool.page_tokens

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from kvstore.runtime.models.llama import LlamaModel
 from kvstore.runtime.pages import PagePool
@@ -12,6 +13,8 @@ from kvstore.runtime.weights import open_checkpoint
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB = 3, 64, 4, 2, 16, 96, 257
 CONTEXT = 2048
+END = 256  # ends an answer; the tokens before it are the bytes of text
+TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}a:"
 
 torch.set_num_threads(1)  # the tests run two at a time on two cores
 
@@ -33,7 +36,7 @@ def write_model(path: Path, seed: int = 0) -> Path:
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
         "bos_token_id": 0,
-        "eos_token_id": 1,
+        "eos_token_id": END,
     }
     (path / "config.json").write_text(json.dumps(config))
     random = torch.Generator().manual_seed(seed)
@@ -63,7 +66,20 @@ def write_model(path: Path, seed: int = 0) -> Path:
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"model.layers.{layer}.{name}.weight"] = torch.ones(HIDDEN)
     save_file(tensors, str(path / "model.safetensors"))
+    _write_tokenizer(path)
     return path
+
+
+def _write_tokenizer(path: Path) -> None:
+    """One token a byte, and END."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
+    tokenizer.save(str(path / "tokenizer.json"))
+    settings = {"eos_token": "<|end|>", "chat_template": TEMPLATE}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def load_model(path: Path, dtype: torch.dtype = torch.float32) -> LlamaModel:
