@@ -128,10 +128,11 @@ def _non_negative(normal: Floats, moment: Floats) -> Floats:
     return weights
 
 
-# Scales keep the features near 1 in ordinary use. The constant and the quadratic part are scaled
-# down: until measurements of several sizes tell them apart, cost is taken to grow with the size.
+# Scales keep the features near 1 in ordinary use, and say how a cost is split until measurements of
+# several sizes tell its parts apart: of a probe's time about half is taken to be fixed (it is the
+# first transfer of its kind), of a large transfer's nearly nothing; likewise for prefill.
 def _load_features(size_bytes: Floats, blocks: Floats) -> Floats:
-    return np.stack([np.full_like(blocks, 0.05), blocks / 64, size_bytes / 16e6], axis=-1)
+    return np.stack([np.full_like(blocks, 0.3), blocks / 64, size_bytes / 16e6], axis=-1)
 
 
 def _prefill_features(new: Floats, context: Floats) -> Floats:

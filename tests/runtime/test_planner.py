@@ -45,10 +45,12 @@ def test_load_cost_is_predicted_for_a_size_never_loaded() -> None:
     assert predicted == pytest.approx(0.001 + 40 * BLOCK_BYTES / 1e9, rel=0.05)
 
 
-def test_one_measurement_scales_with_the_size() -> None:
-    planner = Planner()
-    planner.observe_load({"disk": 8 * BLOCK_BYTES}, {"disk": 8}, 0.010)
-    assert planner.load_s("disk", 80 * BLOCK_BYTES, 80) == pytest.approx(0.100, rel=0.1)
+def test_one_small_measurement_is_partly_fixed_cost_and_one_large_one_scales() -> None:
+    small, large = Planner(), Planner()
+    small.observe_load({"disk": 8 * BLOCK_BYTES}, {"disk": 8}, 0.010)
+    large.observe_load({"disk": 80 * BLOCK_BYTES}, {"disk": 80}, 0.100)
+    assert 0.030 < (small.load_s("disk", 80 * BLOCK_BYTES, 80) or 0) < 0.090
+    assert large.load_s("disk", 160 * BLOCK_BYTES, 160) == pytest.approx(0.200, rel=0.1)
 
 
 def test_weights_are_never_negative() -> None:

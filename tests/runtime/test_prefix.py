@@ -165,6 +165,7 @@ def test_many_requests_for_one_prefix_load_it_once(
     tokens = prompt(20 * B + 5)
     with reopened(tmp_path) as store:
         engine(model, store).generate([tokens], greedy())
+        store.flush()
         if tier == "host":
             requests = _crowd(model, store, tokens)
     if tier == "disk":
@@ -306,10 +307,9 @@ def test_a_tier_that_costs_more_than_computing_is_declined_and_counted(
     tokens = prompt(200)
     engine(model, store).generate([tokens], greedy())
     store.flush()
-    planner = Planner()
-    for _ in range(3):
-        planner.observe_load({"host": 1 << 20}, {"host": 64}, 60.0)
-    owner = engine(model, store, planner=planner)
+    owner = engine(model, store, planner=Planner())
+    for _ in range(10):
+        owner.planner.observe_load({"host": 1 << 20}, {"host": 64}, 60.0)
     request = owner.generate([tokens], greedy())[0]
     assert (request.computed_tokens, request.tier_tokens[TierName.HOST]) == (200, 0)
     counters = owner.counters()
