@@ -74,18 +74,22 @@ def load_kernels() -> ctypes.CDLL | None:
         return None
     with _lock:
         if not _libraries:
-            _libraries.append(_load())
+            _libraries.append(load_library([]))
         return _libraries[0]
 
 
-def _load() -> ctypes.CDLL | None:
+def load_library(extra_flags: list[str]) -> ctypes.CDLL | None:
+    """A build of the kernels with more flags, such as another instruction set. For tests.
+
+    Returns: the library | None (no compiler).
+    """
     # Contraction to fused multiply-add everywhere: a sum must not round differently by tile height.
     flags = ["-ffp-contract=fast", "-fopenmp", "-Wno-psabi"]
     pool = _loaded_libgomp()
     if pool is not None:
         # Named first and kept, so that the compiler's own libgomp is not needed any more.
         flags += [f"-Wl,--no-as-needed,{pool},--as-needed"]
-    path = build.compile_library("runtime", SOURCES, flags)
+    path = build.compile_library("runtime", SOURCES, [*flags, *extra_flags])
     if path is None:
         return None
     library = ctypes.CDLL(str(path))

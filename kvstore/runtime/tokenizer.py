@@ -39,7 +39,7 @@ class Tokenizer:
     ) -> None:
         self._fast = fast
         self._names = dict(names)
-        self._template = _environment().from_string(template) if template else None
+        self._template = template
         self.stop_ids = frozenset(stops)
         self.vocab_size: int = fast.get_vocab_size()
 
@@ -79,10 +79,16 @@ class Tokenizer:
         if self._template is None:
             raise ConfigError("This model has no chat template; give it a plain prompt.")
         try:
-            return self._template.render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, **self._names
+            return (
+                _environment()
+                .from_string(self._template)
+                .render(
+                    messages=list(messages),
+                    add_generation_prompt=add_generation_prompt,
+                    **self._names,
+                )
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # The template is a stranger's program: it may raise anything.
             raise ConfigError(f"The chat template refuses these messages: {error}.") from error
 
 
