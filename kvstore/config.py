@@ -138,7 +138,7 @@ def load_config(source: str | Path | None = None, **arguments: Any) -> Config:
     values: dict[str, Any] = {}
     if source is not None:
         path = Path(source).expanduser()
-        if path.suffix == ".toml" or path.is_file():
+        if path.suffix == ".toml" or _is_file(path):
             values.update(_from_toml(path))
         else:
             values["disk_paths"] = (path,)
@@ -189,6 +189,13 @@ def memory_limit_bytes() -> int:
         if line.startswith("MemTotal:"):
             limits.append(int(line.split()[1]) * 1024)
     return min(limits, default=HOST_DEFAULT_MAX_BYTES)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:
+        return False  # Whoever opens it as a directory says what is wrong.
 
 
 def _from_toml(path: Path) -> dict[str, Any]:

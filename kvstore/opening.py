@@ -8,14 +8,14 @@ import numpy as np
 
 from kvstore.config import Config, segment_bytes, with_defaults
 from kvstore.counters import Counters
-from kvstore.home import OVERHEAD_BYTES, Home, StoreFacts, new_store_id, sentence
+from kvstore.home import OVERHEAD_BYTES, STORE_FILE, Home, StoreFacts, new_store_id, sentence
 from kvstore.index import Index
 from kvstore.placement import Placement
 from kvstore.starting import Starter
 from kvstore.ticket import Leases
 from kvstore.tiers.base import TierName
 from kvstore.tiers.disk import DiskTier
-from kvstore.tiers.errors import ConfigError
+from kvstore.tiers.errors import ConfigError, StoreError
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.io import FileIo, open_own_directory
 
@@ -129,6 +129,8 @@ def open_disk(config: Config, facts: StoreFacts, io: FileIo, disks: ThreadPoolEx
     """The disk tier over the store's paths: disk0 in the home, disk1.. in the other paths."""
     for path in facts.paths[1:]:
         io.close(open_own_directory(io, path, "disk path"))
+        if io.exists(path / STORE_FILE):
+            raise StoreError(f"{path} is the home of a store of its own; choose another disk path")
     return DiskTier(
         [path / f"disk{number}" for number, path in enumerate(facts.paths)],
         facts.disk_capacity_bytes,

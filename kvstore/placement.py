@@ -94,6 +94,7 @@ class Placement:
         self.started = threading.Event()  # the disk's rows are in the index
         self.dirty_changed = threading.Condition(self.lock)
         self.dirty: deque[Dirty] = deque()  # what write-back has to do, root first
+        self.writes_fail = False  # the last group was not written
         self.spaces: dict[int, SpaceFacts] = {}  # by their number in the index
         self.leases = leases
         self._evict_host = Evictor(index, TierName.HOST)
@@ -231,7 +232,7 @@ class Placement:
     def _make_host_room(self, slot_bytes: int, count: int) -> bool:
         """Evict blocks of this slot size, or take a segment from another size. Returns success."""
         self.expire_leases()
-        clean = self.disk is not None
+        clean = self._only_clean()
         rows = self._evict_host.coldest(count, slot_bytes=slot_bytes, clean_only=clean)
         left = self.index.clear(TierName.HOST, rows)
         if len(left.rows):
@@ -240,12 +241,18 @@ class Placement:
             return True
         return self._steal_host_segment(slot_bytes)
 
+    def _only_clean(self) -> bool:
+        """Whether host memory gives up only what is on disk too.
+
+        Not while the disk takes nothing, and not when write-back has passed over what is left:
+        blocks that never get to disk would freeze host memory.
+        """
+        return self.disk is not None and bool(self.dirty) and not self.writes_fail
+
     def _steal_host_segment(self, slot_bytes: int) -> bool:
         """Give the coldest segment of another size to this one; its blocks and all below leave."""
         slab = self.host.slab
-        segment = self._evict_host.coldest_segment(
-            slab, slot_bytes, clean_only=self.disk is not None
-        )
+        segment = self._evict_host.coldest_segment(slab, slot_bytes, clean_only=self._only_clean())
         if segment is None:
             return False
         first = segment * slab.slots_per_segment_max

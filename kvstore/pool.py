@@ -91,6 +91,13 @@ class PagePool:
             pages=pages,
         )
 
+    def blocks_of(self, page_ids: Any) -> int:
+        """How many whole blocks a block table has room for."""
+        try:
+            return int(np.asarray(page_ids).size) // self.pages_per_block
+        except (ValueError, TypeError):
+            raise LayoutError("page ids are no list of integers; give the block table") from None
+
     def block_pages(self, page_ids: Any, blocks: int) -> npt.NDArray[np.int64]:
         """The pages of the first `blocks` blocks of a block table: int64 [blocks, pages_per_block].
 

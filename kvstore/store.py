@@ -247,7 +247,7 @@ class Store:
         """
         self._refuse_closed()
         self._refuse_other_pool(sequence, pool)
-        blocks = min(sequence.blocks, len(page_ids) // pool.pages_per_block)
+        blocks = min(sequence.blocks, pool.blocks_of(page_ids))
         return self._saver.submit(sequence, pool, pool.block_pages(page_ids, blocks))
 
     # --- the store itself

@@ -6,6 +6,7 @@ a reserve of free slots keeps the next group from waiting for it. A block that i
 that it would displace is not written.
 """
 
+import logging
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,17 +17,19 @@ import numpy.typing as npt
 
 from kvstore.config import Config
 from kvstore.eviction import Evictor
-from kvstore.placement import Placement, SpaceFacts
+from kvstore.placement import Dirty, Placement, SpaceFacts
 from kvstore.rows import Ints, Longs
 from kvstore.tiers.base import TierName
 from kvstore.tiers.catalogue_row import Rows, rows_of
-from kvstore.tiers.disk_outcomes import WriteFailed, Written
+from kvstore.tiers.disk_outcomes import WriteFailed, WriteFault, Written
 
+LOG = logging.getLogger(__name__)
 GROUP_BLOCKS = 64
 RESERVE_BLOCKS = 2 * GROUP_BLOCKS
 WRITERS = 2
 CHECK_S = 0.25
 RETRY_S = 1.0
+FLUSH_FAILURES_MAX = 3  # After so many in a row a flush, or a stop, gives up the rest.
 START_AT = 0.5
 ROOM_TRIES = 4
 NO_SLOTS: Longs = np.zeros(0, np.int64)
@@ -58,6 +61,8 @@ class Writer:
         self._flushing = 0
         self._closed = False
         self._retry_at = 0.0
+        self._failures = 0  # groups in a row that were not written
+        self._aside: list[Dirty] = []  # what a flush could not write, to be tried again after it
         self._changed = placement.dirty_changed
         self._threads = [
             threading.Thread(target=self._run, name=f"kvstore-write-{n}", daemon=True)
@@ -73,6 +78,9 @@ class Writer:
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._placement.dirty and not self._flying)
             self._flushing -= 1
+            if not self._flushing:
+                self._placement.dirty.extend(self._aside)
+                self._aside.clear()
 
     def close(self) -> None:
         """Write what is dirty and stop."""
@@ -99,10 +107,12 @@ class Writer:
     def _is_due(self) -> bool:
         """Whether to write now: asked to, short of clean memory, or blocks waited long enough."""
         placement = self._placement
-        if not placement.dirty or (time.monotonic() < self._retry_at and not self._closed):
+        if not placement.dirty:
             return False
         if self._closed or self._flushing:
             return True
+        if time.monotonic() < self._retry_at:
+            return False
         if time.monotonic() - placement.dirty[0].since_s >= self._config.dirty_age_s:
             return True
         index, host = placement.index, placement.host
@@ -234,13 +244,19 @@ class Writer:
     # --- writing
 
     def _write(self, group: Group) -> None:
-        slots, leaving = self._room(group)
-        count = len(slots)
+        slots, leaving = NO_SLOTS, NO_SLOTS
         outcome: Written | WriteFailed | None = None
-        if count:
-            outcome = self._write_records(group, slots, leaving)
-        elif len(leaving):
-            self._disk.remove(leaving)
+        try:
+            slots, leaving = self._room(group)
+            if len(slots):
+                outcome = self._write_records(group, slots, leaving)
+            else:
+                self._disk.remove(leaving)
+        except Exception:
+            # The groups after this one wait for its turn to end, and so do flush and close.
+            LOG.exception("a group was not written")
+            self._disk.cancel(slots)
+            outcome = WriteFailed(WriteFault.IO_ERROR)
         with self._changed:
             # In turn: a block enters the disk's index only after its parent, in an earlier group.
             self._changed.wait_for(lambda: self._settled == group.number - 1)
@@ -264,14 +280,28 @@ class Writer:
         if isinstance(outcome, Written):
             placed = placement.index.place(TierName.DISK, rows, slots)
             self._disk.remove(slots[~placed])
+            self._again(rows[~placed])  # Their parents' group failed.
+            self._failures, placement.writes_fail = 0, False
             placement.counters.add("written_blocks", int(placed.sum()))
             placement.counters.add("written_bytes", outcome.bytes)
         elif outcome is not None:
             placement.counters.add("write_failures")
             placement.drop_disk_slots(outcome.abandoned)
             self._retry_at = time.monotonic() + RETRY_S
-            if not self._closed and not self._flushing:
-                placement.mark_dirty(rows)
+            self._failures, placement.writes_fail = self._failures + 1, True
+            self._again(group.rows)
         placement.unhold(group.rows)
         placement.unhold(group.parents)
         self._flying.difference_update(group.rows.tolist())
+
+    def _again(self, rows: Ints) -> None:
+        """Queue rows that were not written; a flush or a stop does not wait for another try."""
+        placement = self._placement
+        if self._closed or self._flushing:
+            now = time.monotonic()
+            self._aside.append(Dirty(rows, placement.index.generations(rows), now))
+            if self._failures >= FLUSH_FAILURES_MAX:
+                self._aside.extend(placement.dirty)
+                placement.dirty.clear()
+        else:
+            placement.mark_dirty(rows)

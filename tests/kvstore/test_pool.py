@@ -232,6 +232,8 @@ def test_a_block_table_may_be_longer_and_of_any_integers(space: Space) -> None:
         assert engine.pool.block_pages(table, 2).tolist() == [[0, 1], [2, 3]]
     torch = pytest.importorskip("torch")
     assert engine.pool.block_pages(torch.arange(12), 1).tolist() == [[0, 1]]
+    assert engine.pool.blocks_of(torch.arange(11)) == 5
+    assert engine.pool.blocks_of(np.arange(12).reshape(6, 2)) == 6
     assert engine.pool.block_pages([], 0).shape == (0, 2)
 
 
