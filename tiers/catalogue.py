@@ -117,6 +117,7 @@ class Catalogue:
         self._lock = threading.Lock()
         self._readonly = readonly
         self._broken = False
+        self.closed = False
         for name in (DATA_FILE, LOCK_FILE):
             if is_link(io, directory / name):
                 raise StoreError(
@@ -218,8 +219,9 @@ class Catalogue:
         return int((self._env.info()["last_pgno"] + 1) * PAGE)
 
     def close(self) -> None:
-        """Close. A second call does nothing."""
+        """Close. A second call does nothing; a commit afterwards gives DEVICE."""
         with self._lock:
+            self.closed = True
             self._env.close()
 
     # --- what both sides read

@@ -166,7 +166,7 @@ class Volume:
     def close(self) -> None:
         """Commit what is pending, mark the stop as clean if it is, and close all files."""
         clean = False
-        if self.catalogue is not None:
+        if self.catalogue is not None and not self.catalogue.closed:
             clean = self.journal.commit(None) is None
             used = self.catalogue.used_bytes()
             self.catalogue.close()

@@ -221,3 +221,4 @@ def test_nothing_is_reserved_before_the_catalogue_is_read(tmp_path: Path) -> Non
     assert count_rows(tier.load().rows) == 0
     assert len(tier.reserve(SLOT, 4)) == 4
     tier.close()
+    tier.close()
