@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import typer
 
 import kvstore
-from kvstore.cli import bench, ls, stats, verify
+from kvstore.cli import bench, chat, demo, generate, ls, model, stats, verify
 from kvstore.tiers.errors import KvstoreError
 
 EXIT_USAGE = 2
@@ -31,6 +31,10 @@ app.command("stats")(stats.stats)
 app.command("ls")(ls.ls)
 app.command("verify")(verify.verify)
 app.command("bench")(bench.bench)
+app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
+app.command("demo")(demo.demo)
+app.add_typer(model.app, name="model")
 
 
 def _print_version(asked: bool) -> None:
