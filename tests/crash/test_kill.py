@@ -12,12 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvstore.home import read_facts
 from kvstore.store import open as open_store
+from kvstore.tiers.io import FileIo
 from support.checks import assert_at_rest, disk_usage
 from support.engine import Engine
 from support.writer import DISK_BYTES, HOST_BYTES, LAYOUT, PAGES, PROMPTS_MAX, prompt_of
 
 KILLS = 50
+ARENA_KILLS = 10
 LONG_KILLS = 1000
 LATEST = 6  # Prompts of the last round that are young enough to be on disk still.
 TESTS = Path(__file__).resolve().parents[1]
@@ -26,8 +29,9 @@ TESTS = Path(__file__).resolve().parents[1]
 class Victims:
     """Processes that save for ever, one at a time."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, persist: bool) -> None:
+        self.directory = directory
+        self.persist = persist
         self._process = subprocess.Popen(
             [sys.executable, "-m", "support.writer"],
             cwd=TESTS,
@@ -42,7 +46,7 @@ class Victims:
         opening: the seconds count from its start, else from when its store is open.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(f"{self._directory} {round_number}\n")
+        self._process.stdin.write(f"{self.directory} {round_number} {self.persist}\n")
         self._process.stdin.flush()
         pid, durable = 0, []
         for line in self._process.stdout:
@@ -63,21 +67,23 @@ class Victims:
         assert self._process.wait(30) == 0
 
 
-@pytest.fixture
-def victims(tmp_path: Path) -> Iterator[Victims]:
-    made = Victims(tmp_path / "store")
+@pytest.fixture(params=[False, True], ids=["disk", "arena"])
+def victims(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Victims]:
+    """Whose host memory ends with them, or lies in an arena that the next owner takes over."""
+    made = Victims(tmp_path / "store", request.param)
     yield made
     made.close()
 
 
-def check(directory: Path, round_number: int, durable: list[int]) -> tuple[int, int]:
+def check(victims: Victims, round_number: int, durable: list[int]) -> tuple[int, int]:
     """Reopen, and load what can be found of this and earlier rounds. Blocks found, and asked."""
     found = asked = 0
-    with open_store(directory, host=HOST_BYTES, disk_capacity=DISK_BYTES) as store:
+    sizes = {"host": HOST_BYTES, "disk_capacity": DISK_BYTES}
+    with open_store(victims.directory, persist=victims.persist, **sizes) as store:
         store.check_integrity()
         engine = Engine(store.namespace(LAYOUT, model="m"), PAGES)
         last = durable[-1] if durable else -1
-        prompts = [(round_number, number) for number in range(max(0, last - 9), last + 3)]
+        prompts = [(round_number, number) for number in range(max(0, last - 9), last + 6)]
         prompts += [(max(0, round_number - ago), 0) for ago in (1, 2, 3)]
         for prompt in prompts:
             sequence = engine.space.sequence(prompt_of(*prompt))
@@ -94,11 +100,17 @@ def check(directory: Path, round_number: int, durable: list[int]) -> tuple[int, 
         assert_at_rest(store)
         bad = {n: c for n, c in store.counters().items() if n.startswith("bad_blocks") and c}
         assert not bad
-    assert disk_usage(directory) <= DISK_BYTES
+    assert disk_usage(victims.directory) <= DISK_BYTES
     return found, asked
 
 
-def kill_many(victims: Victims, directory: Path, kills: int) -> None:
+def store_id(directory: Path) -> str:
+    facts = read_facts(directory, FileIo())
+    assert facts is not None
+    return facts.store_id.hex()
+
+
+def kill_many(victims: Victims, kills: int) -> None:
     random = np.random.default_rng(1)
     found = asked = durable_prompts = 0
     began = time.monotonic()
@@ -107,22 +119,24 @@ def kill_many(victims: Victims, directory: Path, kills: int) -> None:
         opening = round_number % 5 == 4
         after_s = float(random.uniform(0.001, 0.04 if opening else 0.15))
         durable = victims.kill_one(round_number, opening=opening, after_s=after_s)
-        hit, of = check(directory, round_number, durable)
+        hit, of = check(victims, round_number, durable)
         found, asked, durable_prompts = found + hit, asked + of, durable_prompts + len(durable)
     print(
         f"{kills} kills in {time.monotonic() - began:.0f} s: {durable_prompts} prompts durable, "
         f"{found} of {asked} blocks found and exact"
     )
-    assert durable_prompts > kills // 5  # or the victims died before they did anything
+    assert durable_prompts > 0  # or the victims died before they did anything
     assert found > 0
+    left = Path("/dev/shm").glob(f"kvstore-{os.geteuid()}-{store_id(victims.directory)}*")
+    assert not list(left), "a clean stop leaves no arena"
 
 
 @pytest.mark.slow
-def test_fifty_kills(victims: Victims, tmp_path: Path) -> None:
-    kill_many(victims, tmp_path / "store", KILLS)
+def test_kills(victims: Victims) -> None:
+    kill_many(victims, ARENA_KILLS if victims.persist else KILLS)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_a_thousand_kills(victims: Victims, tmp_path: Path) -> None:
-    kill_many(victims, tmp_path / "store", LONG_KILLS)
+def test_a_thousand_kills(victims: Victims) -> None:
+    kill_many(victims, LONG_KILLS)

@@ -1,8 +1,8 @@
 """A process that saves and flushes without end, to be killed in the middle of it.
 
-One process forks a child for each line on its standard input, "STORE ROUND", so that fifty kills
-do not pay for fifty interpreters. It answers "pid PID" and, when the child was killed, "ended"; the
-child prints "open", and "durable NUMBER" for each prompt that `flush` said is durable.
+One process forks a child for each line on its standard input, "STORE ROUND PERSIST", so that
+fifty kills do not pay for fifty interpreters. It answers "pid PID" and, when the child was killed,
+"ended"; the child prints "open", and "durable NUMBER" for each prompt that `flush` said is durable.
 """
 
 import itertools
@@ -33,13 +33,17 @@ def prompt_of(round_number: int, number: int) -> npt.NDArray[np.int32]:
     return np.concatenate([root, random.integers(0, 1000, 4 * 20 + 1, dtype=np.int32)])
 
 
-def save_for_ever(directory: Path, round_number: int) -> None:
+def save_for_ever(directory: Path, round_number: int, persist: bool) -> None:
     """Save prompt after prompt; say which ones are durable."""
-    store = open_store(directory, host=HOST_BYTES, disk_capacity=DISK_BYTES)
+    store = open_store(
+        directory, host=HOST_BYTES, disk_capacity=DISK_BYTES, persist=persist, dirty_age_s=0.05
+    )
     engine = Engine(store.namespace(LAYOUT, model="m"), PAGES)
     os.write(1, b"open\n")
     for number in itertools.islice(itertools.count(), PROMPTS_MAX):
         sequence, saved = engine.save(prompt_of(round_number, number))
+        if persist and number % 2:
+            continue  # So that some blocks are in the arena alone.
         store.flush()
         if saved.saved + saved.present == sequence.blocks:
             os.write(1, f"durable {number}\n".encode())
@@ -47,10 +51,10 @@ def save_for_ever(directory: Path, round_number: int) -> None:
 
 def main() -> None:
     for line in sys.stdin:
-        directory, round_number = line.split()
+        directory, round_number, persist = line.split()
         pid = os.fork()
         if pid == 0:
-            save_for_ever(Path(directory), int(round_number))
+            save_for_ever(Path(directory), int(round_number), persist == "True")
             os._exit(0)
         os.write(1, f"pid {pid}\n".encode())
         os.waitpid(pid, 0)
