@@ -1,0 +1,130 @@
+"""Write-back: what is saved gets to disk, and a disk that takes nothing costs nothing else."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.store import Store
+from kvstore.store import open as open_store
+from kvstore.tiers.layout import Layout
+from support.checks import assert_at_rest, disk_usage
+from support.engine import Engine, prompt
+from support.faulty import FullIo
+
+BLOCK = 4
+BLOCKS = 10
+SIZES: dict[str, Any] = {"host": "4MiB", "disk_capacity": "16MiB"}
+
+
+def engine_of(store: Store, block_bytes: int = 100_000) -> Engine:
+    layout = Layout.opaque(
+        layers=2, run_bytes=(block_bytes // 2,), dtype="x", format="engine-1", block_tokens=BLOCK
+    )
+    return Engine(store.namespace(layout, model="m"), 4 * BLOCKS)
+
+
+def tokens_of(seed: int) -> np.ndarray:
+    return prompt(BLOCKS * BLOCK + 1, seed)
+
+
+def test_a_flush_makes_everything_durable_root_first(tmp_path: Path) -> None:
+    with open_store(tmp_path / "store", **SIZES) as store:
+        engine = engine_of(store)
+        engine.save(tokens_of(1))
+        store.flush()
+        assert store.stats()["tiers"]["disk"]["blocks"] == BLOCKS
+        assert store.counters()["written_blocks"] == BLOCKS
+        store.flush()  # nothing to do
+        assert store.counters()["written_blocks"] == BLOCKS
+        assert_at_rest(store)
+
+
+def test_old_blocks_are_written_without_being_asked_for(tmp_path: Path) -> None:
+    with open_store(tmp_path / "store", dirty_age_s=0.0, **SIZES) as store:
+        engine_of(store).save(tokens_of(1))
+        placement = store._placement
+        with placement.lock:
+            placement.dirty_changed.wait_for(
+                lambda: store.counters()["written_blocks"] == BLOCKS, 30
+            )
+        assert store.counters()["written_blocks"] == BLOCKS
+        assert_at_rest(store)
+
+
+@pytest.mark.slow
+def test_far_more_than_both_tiers_hold(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with open_store(path, **SIZES) as store:
+        engine = engine_of(store)
+        for seed in range(60):
+            if seed % 4 == 0:
+                store.flush()  # All of host memory is clean now, so the next save finds room.
+                assert disk_usage(path) <= 16 << 20
+            _, saved = engine.save(tokens_of(seed))
+            assert saved.saved == BLOCKS or seed % 4
+            assert engine.ask(tokens_of(seed)).tokens == saved.saved * BLOCK
+        store.flush()
+        assert engine.save(tokens_of(60))[1].saved == BLOCKS
+        assert store.counters()["evicted_blocks.disk"] > 0
+        assert_at_rest(store)
+    with open_store(path, host="4MiB") as store:
+        assert engine_of(store).ask(tokens_of(60)).tokens == BLOCKS * BLOCK
+        assert_at_rest(store)
+
+
+@pytest.mark.slow
+def test_sizes_take_segments_from_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with open_store(path, **SIZES) as store:
+        engines = [engine_of(store, size) for size in (20_000, 60_000, 100_000)]
+        for turn in range(12):
+            engine = engines[turn % 3]
+            for seed in range(4):
+                engine.save(tokens_of(100 * turn + seed))
+                store.flush()
+            last = engine.space.sequence(tokens_of(100 * turn + 3)).lookup()
+            assert last.blocks == BLOCKS
+            engine.load(last)
+        assert_at_rest(store)
+        assert disk_usage(path) <= 16 << 20
+
+
+def test_a_disk_that_takes_nothing_does_not_freeze_host_memory(tmp_path: Path) -> None:
+    io = FullIo()
+    path = tmp_path / "store"
+    with open_store(path, io=io, dirty_age_s=0.0, **SIZES) as store:
+        engine = engine_of(store)
+        engine.save(tokens_of(0))
+        store.flush()
+        io.full = True
+        for seed in range(1, 30):
+            engine.save(tokens_of(seed))
+            store.flush()  # ends, although nothing can be written
+        # The latest prompt is there: host memory went on without the disk.
+        _, saved = engine.save(tokens_of(99))
+        assert saved.saved == BLOCKS
+        assert engine.ask(tokens_of(99)).tokens == BLOCKS * BLOCK
+        assert store.counters()["write_failures"] > 0
+        io.full = False
+        store.flush()
+        assert_at_rest(store)
+    with open_store(path, host="4MiB") as store:
+        assert engine_of(store).ask(tokens_of(99)).tokens == BLOCKS * BLOCK
+        assert_at_rest(store)
+
+
+def test_a_store_closes_on_a_disk_that_takes_nothing(tmp_path: Path) -> None:
+    io = FullIo()
+    path = tmp_path / "store"
+    store = open_store(path, io=io, **SIZES)
+    engine_of(store).save(tokens_of(0))
+    store.flush()
+    io.full = True
+    for seed in range(1, 4):
+        engine_of(store).save(tokens_of(seed))
+    store.close()
+    with open_store(path, host="4MiB") as store:
+        assert engine_of(store).ask(tokens_of(0)).tokens > 0
+        assert_at_rest(store)
