@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,7 +49,8 @@ class Victims:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(f"{self.directory} {round_number} {self.persist}\n")
         self._process.stdin.flush()
-        pid, durable = 0, []
+        pid = 0
+        durable: list[int] = []
         for line in self._process.stdout:
             word, *number = line.split()
             if word == "ended":
@@ -78,7 +80,7 @@ def victims(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Victims]
 def check(victims: Victims, round_number: int, durable: list[int]) -> tuple[int, int]:
     """Reopen, and load what can be found of this and earlier rounds. Blocks found, and asked."""
     found = asked = 0
-    sizes = {"host": HOST_BYTES, "disk_capacity": DISK_BYTES}
+    sizes: dict[str, Any] = {"host": HOST_BYTES, "disk_capacity": DISK_BYTES}
     with open_store(victims.directory, persist=victims.persist, **sizes) as store:
         store.check_integrity()
         engine = Engine(store.namespace(LAYOUT, model="m"), PAGES)

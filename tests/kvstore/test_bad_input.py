@@ -16,6 +16,7 @@ import pytest
 import kvstore
 from kvstore.store import Store
 from kvstore.store import open as open_store
+from kvstore.tiers.base import TierName
 from kvstore.tiers.errors import ConfigError, KvstoreError, LayoutError, StoreError, TokenError
 from support.checks import assert_at_rest
 from support.engine import WAIT_S, Engine, prompt
@@ -141,14 +142,13 @@ def test_a_directory_with_other_files(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["photos"]
 
 
-def test_a_second_path_that_cannot_be_a_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("second", ["file", "a/b"])
+def test_a_second_path_that_cannot_be_a_disk(tmp_path: Path, second: str) -> None:
     (tmp_path / "file").write_text("x")
-    for second in (tmp_path / "file", tmp_path / "a" / "b"):
-        paths = [tmp_path / "store", second]
-        refused(
-            lambda paths=paths: open_store(disk=paths, **SIZES), KvstoreError, str(second.parent)
-        )
-    # The refusals leave nothing that would be in the way of a store there.
+    paths = [tmp_path / "store", tmp_path / second]
+    needle = str(paths[1].parent)
+    refused(lambda: open_store(disk=paths, **SIZES), KvstoreError, needle)
+    # The refusal leaves nothing that would be in the way of a store there.
     open_store(tmp_path / "store", **SIZES).close()
 
 
@@ -223,9 +223,9 @@ def test_a_filesystem_without_o_direct_is_used_and_named(tmp_path: Path) -> None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with open_store(path, host="8MiB", direct=False, io=NoDirectIo()) as store:
-            assert engine_of(store).ask(TOKENS).by_tier["disk"] == BLOCKS * BLOCK
+            assert engine_of(store).ask(TOKENS).by_tier[TierName.DISK] == BLOCKS * BLOCK
     with open_store(path, host="8MiB") as store:  # and with O_DIRECT afterwards
-        assert engine_of(store).ask(TOKENS).by_tier["disk"] == BLOCKS * BLOCK
+        assert engine_of(store).ask(TOKENS).by_tier[TierName.DISK] == BLOCKS * BLOCK
 
 
 def test_a_disk_that_fills_up_costs_writes_and_nothing_else(tmp_path: Path) -> None:

@@ -251,7 +251,7 @@ def test_one_bad_bit_cuts_the_prefix_and_heals(tmp_path: Path) -> None:
             store.flush()
             assert engine.ask(TOKENS).tokens == BLOCKS * BLOCK  # from host memory
             _empty_host(store)
-            assert engine.ask(TOKENS).by_tier["disk"] == BLOCKS * BLOCK
+            assert engine.ask(TOKENS).by_tier[TierName.DISK] == BLOCKS * BLOCK
             assert_at_rest(store)
             _empty_host(store)
 

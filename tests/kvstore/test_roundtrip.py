@@ -13,6 +13,7 @@ import pytest
 from kvstore.space import Space
 from kvstore.store import Store
 from kvstore.store import open as open_store
+from kvstore.tiers.base import TierName
 from kvstore.tiers.layout import Layout
 from support.checks import assert_at_rest, disk_usage
 from support.engine import Engine
@@ -61,7 +62,7 @@ class Run:
         self.random = np.random.default_rng(seed)
         self.directory = directory
         self.saved: set[bytes] = set()
-        self.hits = {"host": 0, "disk": 0}
+        self.hits = {TierName.HOST: 0, TierName.DISK: 0}
         layout = random_layout(self.random)
         least = TIGHT_BLOCK_BYTES if seed % 2 else 0
         while not least <= layout.payload_bytes <= BLOCK_BYTES_MAX:
@@ -174,9 +175,9 @@ def test_many_runs(seed: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_every_tier_serves_hits(tmp_path: Path) -> None:
     """So that the runs above cannot pass on a store that has nothing."""
-    found = {"host": 0, "disk": 0}
+    found = {TierName.HOST: 0, TierName.DISK: 0}
     for seed in range(4):
         for tier, tokens in run(100 + seed, tmp_path / str(seed), 100).hits.items():
             found[tier] += tokens
-    assert found["host"] > 0
-    assert found["disk"] > 0
+    assert found[TierName.HOST] > 0
+    assert found[TierName.DISK] > 0

@@ -8,6 +8,7 @@ import pytest
 from kvstore.loading import Load, LoadResult
 from kvstore.store import Store
 from kvstore.store import open as open_store
+from kvstore.tiers.base import TierName
 from support.checks import assert_at_rest
 from support.engine import WAIT_S, Engine, prompt
 from support.faulty import CountingIo
@@ -106,7 +107,7 @@ def test_loads_that_wait_for_one_read_while_the_store_closes(directory: Path) ->
 def test_a_second_load_reads_nothing(directory: Path) -> None:
     io = CountingIo()
     store, engines = reopened(directory, io)
-    assert engines[0].ask(TOKENS).by_tier["disk"] == BLOCKS * BLOCK
+    assert engines[0].ask(TOKENS).by_tier[TierName.DISK] == BLOCKS * BLOCK
     assert engines[1].ask(TOKENS).by_tier == {"host": BLOCKS * BLOCK, "disk": 0}
     assert sum(io.reads.values()) == BLOCKS
     assert_at_rest(store)

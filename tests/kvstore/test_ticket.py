@@ -9,7 +9,7 @@ import pytest
 from kvstore.store import Store
 from kvstore.store import open as open_store
 from kvstore.ticket import SWEEP_MIN, Leases
-from kvstore.tiers.base import MissReason, SaveDrop
+from kvstore.tiers.base import MissReason, SaveDrop, TierName
 from kvstore.tiers.layout import Layout
 from support.engine import Engine, prompt
 
@@ -166,7 +166,7 @@ def test_ten_thousand_lookups_that_never_load() -> None:
             elif number % 3 == 1:
                 ticket = sequence.lookup(skip_tokens=BLOCKS * BLOCK)
                 load = ticket.load(engine.pool, range(BLOCKS))
-                assert load.result(60).by_tier["host"] == 0
+                assert load.result(60).by_tier[TierName.HOST] == 0
             else:
                 sequence.lookup()
         time.sleep(0.6)

@@ -19,7 +19,7 @@ class CountingIo(FileIo):
         self._segments: dict[int, str] = {}
         self._lock = threading.Lock()
 
-    def open(self, path: str | Path, **options: object) -> int:  # type: ignore[override]
+    def open(self, path: str | Path, **options: object) -> int:
         fd = super().open(path, **options)  # type: ignore[arg-type]
         with self._lock:
             self._segments.pop(fd, None)
@@ -67,7 +67,7 @@ class FailingIo(CountingIo):
 class NoDirectIo(FileIo):
     """A filesystem without O_DIRECT."""
 
-    def open(self, path: str | Path, *, direct: bool = False, **options: object) -> int:  # type: ignore[override]
+    def open(self, path: str | Path, *, direct: bool = False, **options: object) -> int:
         if direct:
             raise OSError(errno.EINVAL, "Invalid argument", str(path))
         return super().open(path, **options)  # type: ignore[arg-type]
@@ -91,7 +91,7 @@ class FullIo(FileIo):
         self._refuse()
         super().pwrite(fd, buffer, offset)
 
-    def pwritev(self, fd: int, buffers: object, offset: int) -> None:  # type: ignore[override]
+    def pwritev(self, fd: int, buffers: object, offset: int) -> None:
         self._refuse()
         super().pwritev(fd, buffers, offset)  # type: ignore[arg-type]
 
