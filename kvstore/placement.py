@@ -94,6 +94,7 @@ class Placement:
         self.started = threading.Event()  # the disk's rows are in the index
         self.dirty_changed = threading.Condition(self.lock)
         self.dirty: deque[Dirty] = deque()  # what write-back has to do, root first
+        self.short_of_room = False  # somebody found no slot while there was something to write
         self.writes_fail = False  # the last group was not written
         self.spaces: dict[int, SpaceFacts] = {}  # by their number in the index
         self.leases = leases
@@ -224,6 +225,10 @@ class Placement:
         slots = self.host.reserve(slot_bytes, count)
         while len(slots) < count:
             if not self._make_host_room(slot_bytes, count - len(slots)):
+                if self.dirty:
+                    # A load may be waiting for this: write now, and not when blocks are old.
+                    self.short_of_room = True
+                    self.dirty_changed.notify_all()
                 break
             more = self.host.reserve(slot_bytes, count - len(slots))
             slots = np.concatenate([slots, more])

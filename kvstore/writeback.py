@@ -113,6 +113,9 @@ class Writer:
             return True
         if time.monotonic() < self._retry_at:
             return False
+        if placement.short_of_room:
+            placement.short_of_room = False
+            return True
         if time.monotonic() - placement.dirty[0].since_s >= self._config.dirty_age_s:
             return True
         index, host = placement.index, placement.host

@@ -128,3 +128,21 @@ def test_a_store_closes_on_a_disk_that_takes_nothing(tmp_path: Path) -> None:
     with open_store(path, host="4MiB") as store:
         assert engine_of(store).ask(tokens_of(0)).tokens > 0
         assert_at_rest(store)
+
+
+def test_a_load_that_finds_no_room_has_room_made_for_it(tmp_path: Path) -> None:
+    """Host memory full of young blocks that are not on disk yet, and a hit that lies on disk."""
+    path = tmp_path / "store"
+    with open_store(path, **SIZES) as store:
+        engine_of(store).save(tokens_of(0))
+    # An hour: only the want of room can make write-back begin.
+    with open_store(path, host="4MiB", dirty_age_s=3600, clean_fraction=0.0) as store:
+        engine = engine_of(store)
+        held = engine.space.sequence(tokens_of(0)[: 5 * BLOCK + 1]).lookup()
+        seed = 1
+        while engine.save(tokens_of(seed))[1].saved == BLOCKS:
+            seed += 1
+        result = engine.ask(tokens_of(0))
+        assert (result.tokens, result.reason) == (BLOCKS * BLOCK, None)
+        held.release()
+        assert_at_rest(store)
