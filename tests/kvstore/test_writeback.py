@@ -131,18 +131,26 @@ def test_a_store_closes_on_a_disk_that_takes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_load_that_finds_no_room_has_room_made_for_it(tmp_path: Path) -> None:
-    """Host memory full of young blocks that are not on disk yet, and a hit that lies on disk."""
+    """Host memory holds what others lease, and young blocks that are not on disk yet."""
     path = tmp_path / "store"
     with open_store(path, **SIZES) as store:
-        engine_of(store).save(tokens_of(0))
+        for seed in range(3):
+            engine_of(store).save(tokens_of(seed))
+            store.flush()
     # An hour: only the want of room can make write-back begin.
-    with open_store(path, host="4MiB", dirty_age_s=3600, clean_fraction=0.0) as store:
+    with open_store(path, host="4MiB", dirty_age_s=3600) as store:
         engine = engine_of(store)
-        held = engine.space.sequence(tokens_of(0)[: 5 * BLOCK + 1]).lookup()
-        seed = 1
-        while engine.save(tokens_of(seed))[1].saved == BLOCKS:
-            seed += 1
+        tickets = []
+        for seed in (1, 2):
+            assert engine.ask(tokens_of(seed)).tokens == BLOCKS * BLOCK
+            tickets.append(engine.space.sequence(tokens_of(seed)).lookup())
+        while engine.save(tokens_of(len(tickets) + 100))[1].saved == BLOCKS:
+            tickets.append(engine.space.sequence(tokens_of(1)).lookup())
+        for ticket in tickets[2:]:
+            ticket.release()
+        assert store.counters()["written_blocks"] == 3 * BLOCKS  # by the first owner
         result = engine.ask(tokens_of(0))
         assert (result.tokens, result.reason) == (BLOCKS * BLOCK, None)
-        held.release()
+        for ticket in tickets:
+            ticket.release()
         assert_at_rest(store)
