@@ -72,7 +72,7 @@ class Ran:
 def run(*arguments: str | Path) -> Ran:
     """The command as a user runs it: in a process of its own."""
     command = [sys.executable, "-m", "kvstore.cli", *map(str, arguments)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ran = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=120, check=False)
     return Ran(ran.returncode, ran.stdout, ran.stderr)
 
 
