@@ -16,6 +16,7 @@ from kvstore.cli.runtime_options import (
     ConfigOption,
     Dtype,
     DtypeOption,
+    EagerOption,
     KvMemoryOption,
     RuntimeStoreOption,
     SeedOption,
@@ -66,6 +67,7 @@ def chat(
     dtype: DtypeOption = Dtype.FLOAT32,
     threads: ThreadsOption = None,
     kv_memory: KvMemoryOption = KV_MEMORY,
+    eager: EagerOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Talk to a model. Each turn computes only what is new, and says so.
@@ -75,7 +77,9 @@ def chat(
     """
     opened = chosen_store(store, config)
     model = model or fetch_smollm2(shown=not as_json)
-    with open_runtime(model, dtype, threads, kv_memory, opened, shown=not as_json) as runtime:
+    with open_runtime(
+        model, dtype, threads, kv_memory, opened, eager=eager, shown=not as_json
+    ) as runtime:
         talk = _Talk(runtime, system, max_tokens, temperature, seed, as_json)
         talk.run()
 
@@ -126,8 +130,7 @@ class _Talk:
         if self._as_json:
             print_json(answer_document(answer))
         else:
-            sys.stdout.write("\n")
-            sys.stdout.flush()
+            self._write("\n")
             _remark(f"({answer_line(answer)})")
 
     def _reply(self) -> "Generation":
@@ -136,15 +139,23 @@ class _Talk:
         stream = self._runtime.chat(
             self._messages, max_tokens=max_tokens, temperature=temperature, seed=seed
         )
+        written = ""
         try:
             for piece in stream:
-                if not self._as_json:
-                    sys.stdout.write(piece)
-                    sys.stdout.flush()
+                self._write(piece)
+                written += piece
         finally:
             stream.close()
-        assert stream.generation is not None
-        return stream.generation
+        answer = stream.generation
+        assert answer is not None
+        if answer.text.startswith(written):  # a last character that was cut off comes only now
+            self._write(answer.text[len(written) :])
+        return answer
+
+    def _write(self, piece: str) -> None:
+        if not self._as_json:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
 
 
 def _lines(terminal: bool) -> Iterator[str]:

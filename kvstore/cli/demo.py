@@ -17,7 +17,14 @@ from kvstore.cli.demo_report import COLUMNS, Run, make_document, make_run, summa
 from kvstore.cli.model import fetch_smollm2
 from kvstore.cli.options import JsonOption
 from kvstore.cli.output import print_json, print_lines, print_table
-from kvstore.cli.runtime_options import Dtype, DtypeOption, ThreadsOption, default_threads, saying
+from kvstore.cli.runtime_options import (
+    Dtype,
+    DtypeOption,
+    EagerOption,
+    ThreadsOption,
+    default_threads,
+    saying,
+)
 from kvstore.tiers.errors import ConfigError
 
 EXIT_REFUSED = 2
@@ -58,6 +65,7 @@ def demo(
     ] = 32,
     dtype: DtypeOption = Dtype.FLOAT32,
     threads: ThreadsOption = None,
+    eager: EagerOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Ask a model the same questions over one long document: cold, and from each of three tiers.
@@ -81,6 +89,7 @@ def demo(
                 "dtype": dtype.value,
                 "threads": threads or default_threads(),
                 "max_tokens": max_tokens,
+                "eager": eager,
             }
             _run_part(job, answers, say)
     cold = answers["cold"]
@@ -164,7 +173,7 @@ def _print(runs: list[Run], cold: list[dict[str, Any]], title: str, target: Path
     print_lines("")
     print_table(f"{title}: prompts of {cold[0]['prompt_tokens']} tokens", COLUMNS, table_rows(runs))
     print_lines(
-        summary(runs),
+        *summary(runs),
         f"Times are medians of {len(cold)} questions, the other figures the first question's.",
     )
     if target:

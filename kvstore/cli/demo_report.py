@@ -11,19 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore.sizes import format_size
-from kvstore.tiers.base import TierName
 
 NEAR_TIE = 1e-4  # of two logits this close, another rounding may choose the other
-COLUMNS = [
-    "the same questions",
-    "first token",
-    "against cold",
-    "computed",
-    "reused",
-    "moved",
-    "tokens/s",
-    "same answers",
-]
+COLUMNS = ["", "first token", "speed-up", "computed", "reused", "moved", "tokens/s", "same"]
+LABELS = {"disk_after_restart": "disk, restarted"}
 
 
 @dataclass(frozen=True)
@@ -64,35 +55,45 @@ def table_rows(runs: Sequence[Run]) -> list[list[str]]:
     return [_row(run, runs[0]) for run in runs]
 
 
-def summary(runs: Sequence[Run]) -> str:
-    """The outcome in one sentence."""
-    different = [run.entry["name"] for run in runs if not run.entry["same_as_cold"]]
+def summary(runs: Sequence[Run]) -> list[str]:
+    """The outcome in a sentence, and one more for each answer that was not the cold one."""
     cold_s = runs[0].entry["ttft_s"]
     gains = [cold_s / run.entry["ttft_s"] for run in runs[1:]]
     speed = f"{min(gains):.1f} to {max(gains):.1f} times sooner"
-    if different:
-        return f"First tokens came {speed}, but not all answers were the same: {different}."
-    return f"The same answers, token for token, and the first token {speed}."
+    others = [f"  {_label(run)}: {fork}" for run in runs for fork in run.forks]
+    if others:
+        return [f"The first token {speed}, but not all answers were the cold ones:", *others]
+    return [f"The same answers, token for token, and the first token {speed}."]
 
 
 def _row(run: Run, cold: Run) -> list[str]:
     entry = run.entry
-    moved = [
-        f"{format_size(run.tier_bytes[tier])} from {tier}"
-        for tier in (TierName.HOST, TierName.DISK)
-        if run.tier_bytes[tier]
-    ]
-    sources = [f"{n} from {tier}" for tier, n in entry["tier_tokens"].items() if n]
     return [
-        entry["name"].replace("_", " "),
+        _label(run),
         _seconds(entry["ttft_s"]),
         f"{cold.entry['ttft_s'] / entry['ttft_s']:.1f} x",
         str(entry["computed_tokens"]),
-        ", ".join(sources) or "0",
-        ", ".join(moved) or "0",
+        _by_tier({tier: (n, str(n)) for tier, n in entry["tier_tokens"].items()}),
+        _moved(run.tier_bytes),
         f"{entry['decode_tokens_per_s']:.1f}",
-        "-" if run is cold else "; ".join(run.forks) or "yes",
+        "-" if run is cold else "no" if run.forks else "yes",
     ]
+
+
+def _label(run: Run) -> str:
+    name: str = run.entry["name"]
+    return LABELS.get(name, name)
+
+
+def _by_tier(amounts: dict[str, tuple[int, str]]) -> str:
+    """Such as "1856 disk", or "512 host, 1344 disk"."""
+    return ", ".join(f"{text} {tier}" for tier, (amount, text) in amounts.items() if amount) or "0"
+
+
+def _moved(tier_bytes: dict[str, int]) -> str:
+    """Such as "81.6 MiB"; the tiers are named where there are several."""
+    moved = {tier: (n, format_size(n)) for tier, n in tier_bytes.items() if n}
+    return _by_tier(moved) if len(moved) > 1 else format_size(sum(tier_bytes.values()))
 
 
 def _seconds(value: float) -> str:
@@ -107,5 +108,5 @@ def _fork(answer: dict[str, Any], cold: dict[str, Any]) -> str:
     pairs = zip(ours, theirs, strict=False)
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
     near = at < len(cold["margins"]) and cold["margins"][at] < NEAR_TIE
-    where = f"question {answer['question'] + 1} from token {at}"
-    return f"no: {where} (a near-tie)" if near else f"no: {where}"
+    where = f"question {answer['question'] + 1} differs from token {at} on"
+    return f"{where}, where the cold run had a near-tie" if near else where

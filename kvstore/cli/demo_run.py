@@ -19,6 +19,7 @@ from typing import Any
 
 import kvstore
 from kvstore.cli.demo_questions import QUESTIONS, chat_prompt
+from kvstore.planner import Planner
 from kvstore.runtime.api import Runtime
 from kvstore.runtime.engine import Engine
 from kvstore.runtime.pages import PagePool
@@ -47,6 +48,7 @@ class Job:
     dtype: str
     threads: int
     max_tokens: int
+    eager: bool
 
 
 class Part:
@@ -84,7 +86,8 @@ class Part:
             space = store.namespace(
                 pool.layout, model=name, tenant=tenant, attributes={"compute": self.job.dtype}
             )
-        return Engine(self.runtime.model, pool, space=space, device_reuse=reuse)
+        planner = Planner(eager=self.job.eager)
+        return Engine(self.runtime.model, pool, space=space, planner=planner, device_reuse=reuse)
 
     def warm_up(self, engine: Engine) -> None:
         """An unrelated prompt, so that no run pays for the first use of threads and memory."""

@@ -13,6 +13,7 @@ from kvstore.cli.runtime_options import (
     ConfigOption,
     Dtype,
     DtypeOption,
+    EagerOption,
     KvMemoryOption,
     RuntimeStoreOption,
     SeedOption,
@@ -66,6 +67,7 @@ def generate(
     dtype: DtypeOption = Dtype.FLOAT32,
     threads: ThreadsOption = None,
     kv_memory: KvMemoryOption = KV_MEMORY,
+    eager: EagerOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Answer the prompt in a file. What another process computed for the same text is reused.
@@ -79,7 +81,9 @@ def generate(
     prompt = _read_prompt(prompt_file)
     opened = chosen_store(store, config, no_store)
     shown = not as_json
-    with open_runtime(model, dtype, threads, kv_memory, opened, shown=shown) as runtime:
+    with open_runtime(
+        model, dtype, threads, kv_memory, opened, eager=eager, shown=shown
+    ) as runtime:
         with saying("Generating ...", shown=shown):
             answer = runtime.generate(
                 prompt, max_tokens=max_tokens, temperature=temperature, seed=seed

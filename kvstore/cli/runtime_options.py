@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 import kvstore
+from kvstore.planner import Planner
 from kvstore.tiers.base import TierName
 from kvstore.tiers.errors import ConfigError
 
@@ -44,6 +45,12 @@ KvMemoryOption = Annotated[
     str,
     typer.Option(
         "--kv-memory", metavar="SIZE", help="Memory of the device tier: the model's own pages."
+    ),
+]
+EagerOption = Annotated[
+    bool,
+    typer.Option(
+        "--eager", help="Load whatever is found, even where computing it again is faster."
     ),
 ]
 RuntimeStoreOption = Annotated[
@@ -97,11 +104,13 @@ def open_runtime(
     kv_memory: str,
     store: AbstractContextManager[kvstore.Store | None],
     *,
+    eager: bool,
     shown: bool,
 ) -> Iterator["Runtime"]:
     """A runtime over a store; both are closed at the end, after all is written.
 
     The model's headers are read before the store is opened, so that a wrong path makes no store.
+    eager: load whatever the store has, whatever it costs.
     shown: say on stderr what is happening, where stderr is a terminal.
     """
     with ExitStack() as stack:
@@ -117,6 +126,7 @@ def open_runtime(
                 dtype=dtype.value,
                 threads=threads or default_threads(),
                 kv_memory=kv_memory,
+                planner=Planner(eager=eager),
                 progress=lambda done, total: say(f"Loading the model: layer {done} of {total} ..."),
             )
         try:
