@@ -72,7 +72,7 @@ def test_host_memory_of_a_live_owner(stored: Stored) -> None:
 
 def test_after_a_killed_owner(stored: Stored) -> None:
     owner = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(stored.directory)], stdout=subprocess.PIPE
+        [sys.executable, "-c", HOLD, str(stored.directory)], cwd="/", stdout=subprocess.PIPE
     )
     try:
         assert owner.stdout is not None
