@@ -13,40 +13,75 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
 from kvstore.runtime.engine import Engine
+from kvstore.runtime.fetch import default_cache_dir, fetch_smollm2
 from kvstore.runtime.models.llama import LlamaModel
 from kvstore.runtime.request import Request
 from kvstore.store import open as open_store
 from kvstore.tiers.base import TierName
-from support.same import B, Case, engine, groups, make_tokens, serve
-from support.tiny_llama import load_model, make_pool, write_model
+from support.same import B, Case, capacities, engine, groups, make_tokens, serve
+from support.tiny_llama import load_model, write_model
 
 FEW, MANY = 24, 200
 NEAR_TIE = 1e-4
 FORKS_OF_200 = 3
 TESTS = Path(__file__).resolve().parents[1]
 
-COUNTS = [
-    pytest.param(FEW, marks=pytest.mark.slow),
-    pytest.param(MANY, marks=[pytest.mark.long, pytest.mark.timeout(1800)]),
-]
 
-Reference = dict[int, list[Request]]
+@dataclass(frozen=True)
+class Subject:
+    """A model, where it is, and how many prompts it is asked."""
+
+    path: Path
+    model: LlamaModel
+    count: int
+
+    @property
+    def host(self) -> str:
+        return capacities(self.path)[0]
+
+    @property
+    def disk(self) -> str:
+        return capacities(self.path)[1]
+
+
+LONG = [pytest.mark.long, pytest.mark.timeout(3600)]
+TINY_FEW = pytest.param(("tiny", FEW), marks=pytest.mark.slow, id="tiny-24")
+REAL = [pytest.mark.slow, pytest.mark.timeout(900)]  # a minute or two on two quiet cores
+REAL_FEW = pytest.param(("smollm2", FEW), marks=REAL, id="smollm2-24")
+MANY_OF = [
+    pytest.param(("tiny", MANY), marks=LONG, id="tiny-200"),
+    pytest.param(("smollm2", MANY), marks=LONG, id="smollm2-200"),
+]
+SUBJECTS = pytest.mark.parametrize("subject", [TINY_FEW, *MANY_OF], indirect=True)
+SUBJECTS_AND_REAL = pytest.mark.parametrize(
+    "subject", [TINY_FEW, REAL_FEW, *MANY_OF], indirect=True
+)
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
-def model(path: Path) -> LlamaModel:
-    return load_model(path)
+def model(tiny: Path) -> LlamaModel:
+    return load_model(tiny)
+
+
+@pytest.fixture
+def subject(request: pytest.FixtureRequest, tiny: Path, model: LlamaModel) -> Subject:
+    kind, count = request.param
+    if kind == "tiny":
+        return Subject(tiny, model, count)
+    path = fetch_smollm2(default_cache_dir())
+    return Subject(path, load_model(path), count)
 
 
 def computed(model: LlamaModel, cases: list[Case]) -> list[Request]:
@@ -80,9 +115,10 @@ def fresh_pages(owner: Engine) -> None:
     owner.pool.clear()
 
 
-@pytest.mark.parametrize("count", COUNTS)
-def test_from_the_device(model: LlamaModel, count: int) -> None:
-    for cases in groups(count):
+@SUBJECTS
+def test_from_the_device(subject: Subject) -> None:
+    model = subject.model
+    for cases in groups(subject.count):
         owner = engine(model, None)
         for got, reference in zip(serve(owner, cases), computed(model, cases), strict=True):
             assert_identical(got, reference)
@@ -90,10 +126,11 @@ def test_from_the_device(model: LlamaModel, count: int) -> None:
         owner.check_integrity()
 
 
-@pytest.mark.parametrize("count", COUNTS)
-def test_from_host_memory(model: LlamaModel, tmp_path: Path, count: int) -> None:
-    made = groups(count)
-    with open_store(tmp_path / "store", host="128MiB", disk_capacity="128MiB") as store:
+@SUBJECTS
+def test_from_host_memory(subject: Subject, tmp_path: Path) -> None:
+    model = subject.model
+    made = groups(subject.count)
+    with open_store(tmp_path / "store", host=subject.host, disk_capacity=subject.disk) as store:
         writer = engine(model, store, device_reuse=False)
         for cases in made:  # the second of two diverging prompts already loads what they share
             for got, reference in zip(serve(writer, cases), computed(model, cases), strict=True):
@@ -104,12 +141,11 @@ def test_from_host_memory(model: LlamaModel, tmp_path: Path, count: int) -> None
         assert store.leaks() == {"leases": 0, "holds": 0}
 
 
-@pytest.mark.parametrize("count", COUNTS)
-def test_from_disk_because_host_memory_is_small(
-    model: LlamaModel, tmp_path: Path, count: int
-) -> None:
-    made = groups(count)
-    with open_store(tmp_path / "store", host="4MiB", disk_capacity="256MiB") as store:
+@SUBJECTS
+def test_from_disk_because_host_memory_is_small(subject: Subject, tmp_path: Path) -> None:
+    model, small = subject.model, "4MiB" if subject.path.is_dir() else "256MiB"
+    made = groups(subject.count)
+    with open_store(tmp_path / "store", host=small, disk_capacity=subject.disk) as store:
         owner = engine(model, store, device_reuse=False)
         from_disk = 0
         for cases in made:
@@ -128,13 +164,14 @@ def test_from_disk_because_host_memory_is_small(
         assert store.leaks() == {"leases": 0, "holds": 0}
 
 
-@pytest.mark.parametrize("count", COUNTS)
-def test_from_disk_after_the_process_ended(
-    model: LlamaModel, path: Path, tmp_path: Path, count: int
-) -> None:
-    assert saving(path, tmp_path / "store", count, chunks=0).wait(timeout=600) == 0
-    made = groups(count)
-    with open_store(tmp_path / "store", host="128MiB", disk_capacity="256MiB") as store:
+@SUBJECTS_AND_REAL
+def test_from_disk_after_the_process_ended(subject: Subject, tmp_path: Path) -> None:
+    model = subject.model
+    process = saving(subject, tmp_path / "store", chunks=0)
+    process.communicate()
+    assert process.returncode == 0
+    made = groups(subject.count)
+    with open_store(tmp_path / "store", host=subject.host, disk_capacity=subject.disk) as store:
         owner = engine(model, store, device_reuse=False)
         seen: set[bytes] = set()
         for cases in made:
@@ -149,19 +186,17 @@ def test_from_disk_after_the_process_ended(
         assert store.leaks() == {"leases": 0, "holds": 0}
 
 
-@pytest.mark.parametrize("count", COUNTS)
-def test_after_a_kill_while_it_was_saving(
-    model: LlamaModel, path: Path, tmp_path: Path, count: int
-) -> None:
+@SUBJECTS
+def test_after_a_kill_while_it_was_saving(subject: Subject, tmp_path: Path) -> None:
     """Whatever survived, it is a prefix, and it is right. Chunks are single blocks here, so every
     prefix that can survive is one at which the other run is cut as well."""
-    reused = 0
-    for attempt in range(2 if count == FEW else 6):
+    model, reused = subject.model, 0
+    for attempt in range(2 if subject.count == FEW else 6):
         directory = tmp_path / str(attempt)
-        killed_at = kill_while_saving(path, directory, count, attempt)
-        with open_store(directory, host="128MiB", disk_capacity="256MiB") as store:
+        killed_at = kill_while_saving(subject, directory, attempt)
+        with open_store(directory, host=subject.host, disk_capacity=subject.disk) as store:
             owner = engine(model, store, device_reuse=False)
-            for cases in groups(count, chunks=10_000):
+            for cases in groups(subject.count, chunks=10_000):
                 for case in cases:  # one by one: what survived differs between them
                     (got,), (reference,) = serve(owner, [case]), computed(model, [case])
                     assert_identical(got, reference)
@@ -172,19 +207,19 @@ def test_after_a_kill_while_it_was_saving(
     assert reused > 0
 
 
-def saving(path: Path, store: Path, count: int, chunks: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "support.same", path, store, str(count), str(chunks)]
+def saving(subject: Subject, store: Path, chunks: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "support.same", subject.path, store, subject.count, chunks]
     environment = os.environ | {"PYTHONPATH": str(TESTS)}
     return subprocess.Popen(
         list(map(str, command)), env=environment, stdout=subprocess.PIPE, text=True
     )
 
 
-def kill_while_saving(path: Path, store: Path, count: int, attempt: int) -> int:
+def kill_while_saving(subject: Subject, store: Path, attempt: int) -> int:
     """Kill a saving process somewhere in the middle; returns the last group it had finished."""
     choose = random.Random(attempt)
-    stop_after = choose.randrange(len(groups(count, chunks=10_000)) * 3 // 4) + 1
-    process = saving(path, store, count, chunks=10_000)
+    stop_after = choose.randrange(len(groups(subject.count, chunks=10_000)) * 3 // 4) + 1
+    process = saving(subject, store, chunks=10_000)
     assert process.stdout is not None
     last = -1
     for line in process.stdout:
@@ -199,13 +234,14 @@ def kill_while_saving(path: Path, store: Path, count: int, attempt: int) -> int:
     return last
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@SUBJECTS
 def test_against_ordinary_cold_runs_tokens_fork_only_at_near_ties(
-    model: LlamaModel, tmp_path: Path, count: int
+    subject: Subject, tmp_path: Path
 ) -> None:
-    made = groups(count)
+    model = subject.model
+    made = groups(subject.count)
     forks = total = 0
-    with open_store(tmp_path / "store", host="128MiB", disk_capacity="128MiB") as store:
+    with open_store(tmp_path / "store", host=subject.host, disk_capacity=subject.disk) as store:
         owner = engine(model, store)
         for cases in made:
             serve(owner, cases)
@@ -213,9 +249,7 @@ def test_against_ordinary_cold_runs_tokens_fork_only_at_near_ties(
             store.flush()
         for cases in made:
             for case, got in zip(cases, serve(owner, cases), strict=True):
-                ordinary = Engine(model, make_pool(64), device_reuse=False, token_budget=8192)
-                params = type(case.params)(max_tokens=6, keep_logits=True)
-                expected = ordinary.generate([case.tokens], params)[0]
+                expected = computed(model, [Case(case.tokens, ())])[0]
                 total += 1
                 forks += forked(got, expected)
             fresh_pages(owner)

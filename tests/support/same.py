@@ -18,10 +18,11 @@ import numpy.typing as npt
 from kvstore.planner import Planner
 from kvstore.runtime.engine import Engine
 from kvstore.runtime.models.llama import LlamaModel
+from kvstore.runtime.pages import PagePool
 from kvstore.runtime.request import Request, SamplingParams
 from kvstore.store import Store
 from kvstore.store import open as open_store
-from support.tiny_llama import VOCAB, load_model, make_pool
+from support.tiny_llama import VOCAB, load_model
 
 B = 16
 NEW_TOKENS = 6
@@ -106,10 +107,22 @@ def _diverging(number: int, pieces: int) -> list[list[Case]]:
 
 def engine(model: LlamaModel, store: Store | None, **options: Any) -> Engine:
     """An engine with empty pages, over a store or alone; it loads whatever is found."""
-    pool = make_pool(POOL_PAGES, dtype=model.dtype)
+    config = model.config
+    pool = PagePool(
+        layers=config.layers,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        pages=POOL_PAGES,
+        dtype=model.dtype,
+    )
     space = store.namespace(pool.layout, model="tiny") if store else None
     planner = Planner(eager=True)
     return Engine(model, pool, space=space, planner=planner, token_budget=BUDGET, **options)
+
+
+def capacities(model: Path) -> tuple[str, str]:
+    """Host and disk capacity that hold all the prompts: the small random model is a directory."""
+    return ("128MiB", "256MiB") if model.is_dir() else ("3GiB", "4GiB")
 
 
 def serve(owner: Engine, cases: Sequence[Case]) -> list[Request]:
@@ -126,7 +139,8 @@ def serve_all(owner: Engine, made: Sequence[Sequence[Case]]) -> Iterator[list[Re
 
 
 def main(model: str, store: str, count: str, chunks: str) -> None:
-    with open_store(store, host="64MiB", disk_capacity="256MiB", dirty_age_s=0.01) as opened:
+    host, disk = capacities(Path(model))
+    with open_store(store, host=host, disk_capacity=disk, dirty_age_s=0.01) as opened:
         owner = engine(load_model(Path(model)), opened, device_reuse=False)
         print("ready", flush=True)
         for number, _ in enumerate(serve_all(owner, groups(int(count), int(chunks) or None))):
