@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.checking import check_host
 from kvstore.placement import Placement
 from kvstore.pool import PagePool
 from kvstore.reads import Reads
@@ -229,8 +230,12 @@ class Loader:
         placement = self._placement
         unverified = placement.unverified(load.rows[: len(slots)])
         for block in unverified.tolist():
-            fault = placement.check_host(
-                load.ticket.sequence, load.skip + block, int(load.rows[block]), int(slots[block])
+            fault = check_host(
+                placement,
+                load.ticket.sequence,
+                load.skip + block,
+                int(load.rows[block]),
+                int(slots[block]),
             )
             if fault is None:
                 placement.mark_verified(int(load.rows[block]))

@@ -16,24 +16,21 @@ import numpy.typing as npt
 
 from kvstore.counters import Counters
 from kvstore.eviction import Evictor
-from kvstore.hashing.checksum import verify_runs
 from kvstore.index import Index
 from kvstore.outcomes import Left
 from kvstore.rows import VERIFIED, Ints, Longs
 from kvstore.sequence import Sequence
 from kvstore.ticket import Leases
 from kvstore.tiers.base import MissReason, SaveDrop, TierName
-from kvstore.tiers.disk_outcomes import BadRun, IoFault
 from kvstore.tiers.errors import StoreError
 from kvstore.tiers.host import HostTier
-from kvstore.tiers.record import HeaderFault, RecordFormat
+from kvstore.tiers.record import RecordFormat
 
 if TYPE_CHECKING:
     from kvstore.loading import LoadResult
     from kvstore.tiers.disk import DiskTier
 
 NO_ROWS = np.zeros(0, np.int32)
-NO_MEDIA = bytes(32)
 
 
 @dataclass(frozen=True)
@@ -339,52 +336,6 @@ class Placement:
         """A block of a taken-over arena passed its check."""
         with self.lock:
             self.index.rows.flags[row] |= VERIFIED
-
-    def read_block(
-        self, sequence: Sequence, block: int, row: int, disk_slot: int, host_slot: int
-    ) -> MissReason | None:
-        """Read a record from disk into a host slot and check it: header, every run, identity."""
-        assert self.disk is not None
-        space = sequence.space
-        view = self.host.record_view(host_slot, space.record.slot_bytes)
-        fault = self.disk.read_record(disk_slot, view, space.check)
-        if isinstance(fault, IoFault):
-            return MissReason.IO_ERROR
-        if fault is not None:
-            bad_bytes = isinstance(fault, BadRun) or fault is HeaderFault.CHECKSUM
-            return MissReason.CHECKSUM if bad_bytes else MissReason.HEADER
-        header = np.frombuffer(view, np.uint8)[: space.record.header_bytes]
-        return self._check_identity(sequence, block, row, header)
-
-    def check_host(self, sequence: Sequence, block: int, row: int, slot: int) -> MissReason | None:
-        """Check a record that lies in a host slot, likewise."""
-        record, layout = sequence.space.record, sequence.space.layout
-        view = np.frombuffer(self.host.record_view(slot, record.slot_bytes), np.uint8)
-        header = view[: record.header_bytes]
-        fault = record.check_header(header)
-        if fault is not None:
-            return MissReason.CHECKSUM if fault is HeaderFault.CHECKSUM else MissReason.HEADER
-        payload = view[record.header_bytes : record.header_bytes + record.payload_bytes]
-        sums = np.ascontiguousarray(record.checksums(header[None])[0])
-        if verify_runs(payload, layout.run_offsets, layout.run_lengths, sums) >= 0:
-            return MissReason.CHECKSUM
-        return self._check_identity(sequence, block, row, header)
-
-    def _check_identity(
-        self, sequence: Sequence, block: int, row: int, header: npt.NDArray[np.uint8]
-    ) -> MissReason | None:
-        """Whether a whole header is this very block's, by the sequence's own tokens."""
-        fault = sequence.space.record.check_identity(
-            header,
-            namespace=sequence.space.digest,
-            key=sequence.keys[block].tobytes(),
-            parent=sequence.parent_key(block),
-            generation=int(self.index.rows.content[row]),
-            tokens=sequence.block_tokens(block, block + 1)[0],
-        )
-        media = sequence.media.get(block, NO_MEDIA)
-        same = fault is None and header[96:128].tobytes() == media
-        return None if same else MissReason.HEADER
 
     def publish_reads(self, rows: Ints, slots: Longs, good: npt.NDArray[np.bool_]) -> None:
         """Blocks read from disk stay in host memory where their parent is; other slots go back."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.checking import read_block
 from kvstore.placement import Placement
 from kvstore.tiers.base import MissReason, TierName
 
@@ -132,8 +133,13 @@ class Reads:
         if flight.reserved:
             block = load.skip + flight.waiters[0][1]
             try:
-                flight.fault = placement.read_block(
-                    load.ticket.sequence, block, flight.row, flight.disk_slot, flight.host_slot
+                flight.fault = read_block(
+                    placement,
+                    load.ticket.sequence,
+                    block,
+                    flight.row,
+                    flight.disk_slot,
+                    flight.host_slot,
                 )
             except Exception:
                 # Whoever waits for this flight must hear of its end.
