@@ -1,5 +1,6 @@
-// The runtime's kernels behind a C interface: plain pointers, sizes as int64, all arrays dense unless
-// a stride is given. Nothing here checks a bound; the Python side has checked the batch as a whole.
+// The runtime's kernels behind a C interface: plain pointers, sizes as int64, all arrays dense
+// unless a stride is given. Nothing here checks a bound; the Python side has checked the batch as a
+// whole.
 #include <utility>
 #include <vector>
 
@@ -18,7 +19,8 @@ void rms_norm(const float* x, const float* weight, Output* out, int64_t rows, in
         Floats squares = {};
         float rest = 0.f;
         int64_t j = 0;
-        for (; j + LANES <= width; j += LANES) squares = mul_add(load(from + j), load(from + j), squares);
+        for (; j + LANES <= width; j += LANES)
+            squares = mul_add(load(from + j), load(from + j), squares);
         for (; j < width; j++) rest = std::fma(from[j], from[j], rest);
         float scale = 1.f / std::sqrt((sum(squares) + rest) / (float)width + epsilon);
         for (j = 0; j + LANES <= width; j += LANES)
@@ -41,7 +43,8 @@ inline void rotate_head(const float* from, const float* cosines, const float* si
                         int64_t half, Output* to) {
     int64_t j = 0;
     for (; j + LANES <= half; j += LANES) {
-        Floats a = load(from + j), b = load(from + half + j), c = load(cosines + j), s = load(sines + j);
+        Floats a = load(from + j), b = load(from + half + j), c = load(cosines + j),
+               s = load(sines + j);
         store(to + j, (a * c - b * s) * splat(scale));
         store(to + half + j, (b * c + a * s) * splat(scale));
     }
@@ -67,7 +70,8 @@ void rotate_and_write(const float* mixed, const Places& places, int64_t tokens, 
         int64_t at = places.pages[t] * pool.page_stride + places.offsets[t] * kv_heads * dim;
         T *key = (T*)pool.keys + at, *value = (T*)pool.values + at;
         for (int64_t h = 0; h < heads; h++)
-            rotate_head(from + h * dim, cosines, sines, scale, dim / 2, queries + (t * heads + h) * dim);
+            rotate_head(from + h * dim, cosines, sines, scale, dim / 2,
+                        queries + (t * heads + h) * dim);
         for (int64_t h = 0; h < kv_heads; h++)
             rotate_head(from + (heads + h) * dim, cosines, sines, 1.f, dim / 2, key + h * dim);
         from += (heads + kv_heads) * dim;
@@ -80,8 +84,9 @@ void rotate_and_write(const float* mixed, const Places& places, int64_t tokens, 
 template <class W, class Output>
 void multiply(const typename W::Input* a, int64_t rows, int64_t inputs, const void* weights,
               int64_t columns, Ending ending, Output* c, int threads) {
-    Product<Output> p{a, inputs, (const char*)weights, (inputs + W::inputs - 1) / W::inputs,
-                      c, columns, columns, ending};
+    Product<Output> p{
+        a,       inputs, (const char*)weights, (inputs + W::inputs - 1) / W::inputs, c, columns,
+        columns, ending};
     int64_t width = ending == Ending::silu_times ? LANES : PANEL;
     product<W, Output>(p, rows, (columns + width - 1) / width, threads);
 }
@@ -115,14 +120,15 @@ struct KvStep {
 namespace kv {
 
 template <class Output>
-static std::vector<Query> queries_of(const KvStep& s, const float* rows, Output* out, int64_t row_width,
-                                     bool wanted_only) {
+static std::vector<Query> queries_of(const KvStep& s, const float* rows, Output* out,
+                                     int64_t row_width, bool wanted_only) {
     std::vector<Query> queries;
     for (int64_t i = 0; i < (wanted_only ? s.wanted : s.sequences); i++) {
         int64_t of = wanted_only ? s.wanted_of[i] : i, at = wanted_only ? i : s.firsts[i];
         int64_t count = wanted_only ? 1 : s.lengths[of];
-        queries.push_back({rows + at * row_width, out + at * row_width, s.tables + of * s.table_stride,
-                           s.starts[of] + s.lengths[of] - count, count});
+        queries.push_back({rows + at * row_width, out + at * row_width,
+                           s.tables + of * s.table_stride, s.starts[of] + s.lengths[of] - count,
+                           count});
     }
     return queries;
 }
@@ -150,7 +156,8 @@ void run_layer(const KvModel& m, const KvLayer& l, const KvStep& s, const Pool& 
     attend<T, Row>(pool, queries_of(s, s.queries, attended, width, last), m.heads, threads);
     multiply<W>(attended, rows, width, l.output, m.hidden, Ending::add, s.x, threads);
     rms_norm(s.x, l.post_norm, normed, rows, m.hidden, epsilon, threads);
-    multiply<W>(normed, rows, m.hidden, l.gate_up, m.intermediate, Ending::silu_times, gated, threads);
+    multiply<W>(normed, rows, m.hidden, l.gate_up, m.intermediate, Ending::silu_times, gated,
+                threads);
     multiply<W>(gated, rows, m.intermediate, l.down, m.hidden, Ending::add, s.x, threads);
 }
 
@@ -164,7 +171,8 @@ int64_t kv_row_bytes(int64_t is_bf16) { return is_bf16 ? sizeof(Bf16Kernel::Inpu
 int64_t kv_packed_bytes(int64_t is_bf16, int64_t columns, int64_t inputs) {
     int64_t panels = (columns + PANEL - 1) / PANEL;
     if (!is_bf16) return panels * inputs * Float32Weights::step_bytes;
-    return panels * ((inputs + Bf16Kernel::inputs - 1) / Bf16Kernel::inputs) * Bf16Kernel::step_bytes;
+    return panels * ((inputs + Bf16Kernel::inputs - 1) / Bf16Kernel::inputs) *
+           Bf16Kernel::step_bytes;
 }
 
 void kv_pack(int64_t is_bf16, const void* source, int64_t columns, int64_t inputs, int64_t paired,
@@ -177,8 +185,8 @@ void kv_pack(int64_t is_bf16, const void* source, int64_t columns, int64_t input
 void kv_linear(int64_t is_bf16, const void* a, int64_t rows, int64_t inputs, const void* weights,
                int64_t columns, int64_t ending, float* c, int64_t threads) {
     if (is_bf16)
-        multiply<Bf16Kernel>((const Bf16Kernel::Input*)a, rows, inputs, weights, columns, (Ending)ending,
-                             c, (int)threads);
+        multiply<Bf16Kernel>((const Bf16Kernel::Input*)a, rows, inputs, weights, columns,
+                             (Ending)ending, c, (int)threads);
     else
         multiply<Float32Weights>((const float*)a, rows, inputs, weights, columns, (Ending)ending, c,
                                  (int)threads);
@@ -205,7 +213,8 @@ void kv_rotate_and_write(const KvModel* m, const KvStep* s, void* keys, void* va
 void kv_attend(const KvModel* m, const KvStep* s, const void* keys, const void* values,
                int64_t page_stride, int64_t wanted_only) {
     Pool pool{keys, values, page_stride, s->page_tokens, m->kv_heads, m->head_dim};
-    auto queries = queries_of(*s, s->queries, (float*)s->attended, m->heads * m->head_dim, wanted_only);
+    auto queries =
+        queries_of(*s, s->queries, (float*)s->attended, m->heads * m->head_dim, wanted_only);
     auto run = m->bf16 ? attend<bf16, float> : attend<float, float>;
     run(pool, queries, m->heads, (int)s->threads);
 }

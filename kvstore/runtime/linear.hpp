@@ -1,9 +1,10 @@
 // Matrix products: rows of activations times weights that were packed once, at load.
 //
-// Packed weights are panels of PANEL output columns, each laid out input by input, so that a product
-// reads them as one stream. float32: PANEL floats an input. bfloat16: LANES words an input, each word
-// holding column j in its low half and column j + LANES in its high half: a shift and a mask widen
-// both. With AVX512-BF16: two vectors for each pair of inputs, as VDPBF16PS multiplies them.
+// Packed weights are panels of PANEL output columns, each laid out input by input, so that a
+// product reads them as one stream. float32: PANEL floats an input. bfloat16: LANES words an input,
+// each word holding column j in its low half and column j + LANES in its high half: a shift and a
+// mask widen both. With AVX512-BF16: two vectors for each pair of inputs, as VDPBF16PS multiplies
+// them.
 #pragma once
 #include <algorithm>
 
@@ -23,8 +24,8 @@ struct Float32Weights {
     using Input = float;
     static constexpr int64_t step_bytes = PANEL * 4;  // Packed bytes of one step over the inputs.
     static constexpr int inputs = 1;                  // Inputs a step takes.
-    static void pack(const void* source, int64_t row, int64_t inputs, int64_t k, bool high, char* to,
-                     int lane) {
+    static void pack(const void* source, int64_t row, int64_t inputs, int64_t k, bool high,
+                     char* to, int lane) {
         float x = row < 0 || k >= inputs ? 0.f : ((const float*)source)[row * inputs + k];
         std::memcpy(to + (high ? LANES * 4 : 0) + lane * 4, &x, 4);
     }
@@ -39,8 +40,8 @@ struct Bf16Weights {
     using Input = float;
     static constexpr int64_t step_bytes = PANEL * 2;
     static constexpr int inputs = 1;
-    static void pack(const void* source, int64_t row, int64_t inputs, int64_t k, bool high, char* to,
-                     int lane) {
+    static void pack(const void* source, int64_t row, int64_t inputs, int64_t k, bool high,
+                     char* to, int lane) {
         bf16 x = row < 0 || k >= inputs ? 0 : ((const bf16*)source)[row * inputs + k];
         std::memcpy(to + lane * 4 + (high ? 2 : 0), &x, 2);
     }
@@ -57,8 +58,8 @@ struct Bf16DotWeights {
     using Input = bf16;
     static constexpr int64_t step_bytes = PANEL * 4;
     static constexpr int inputs = 2;
-    static void pack(const void* source, int64_t row, int64_t inputs, int64_t k, bool high, char* to,
-                     int lane) {
+    static void pack(const void* source, int64_t row, int64_t inputs, int64_t k, bool high,
+                     char* to, int lane) {
         for (int64_t i = 0; i < 2; i++) {
             bf16 x = row < 0 || k + i >= inputs ? 0 : ((const bf16*)source)[row * inputs + k + i];
             std::memcpy(to + (high ? LANES * 4 : 0) + lane * 4 + i * 2, &x, 2);
@@ -72,7 +73,8 @@ struct Bf16DotWeights {
         uint32_t pair;
         std::memcpy(&pair, a, 4);
 #if defined(__AVX512BF16__)
-        return (Floats)_mm512_dpbf16_ps((__m512)c, (__m512bh)_mm512_set1_epi32((int)pair), (__m512bh)b);
+        return (Floats)_mm512_dpbf16_ps((__m512)c, (__m512bh)_mm512_set1_epi32((int)pair),
+                                        (__m512bh)b);
 #else
         Words w = bits(b), p = Words{} + pair;
         c = mul_add((Floats)(p & 0xffff0000u), (Floats)(w & 0xffff0000u), c);
@@ -85,11 +87,12 @@ using Bf16Kernel = Bf16DotWeights;
 using Bf16Kernel = Bf16Weights;
 #endif
 
-// The core of everything: ROWS rows of `a` times one panel; every sum runs over the inputs in order.
+// The core of everything: ROWS rows of `a` times one panel; every sum runs over the inputs in
+// order.
 template <int ROWS, class W>
-inline __attribute__((always_inline)) void multiply_tile(const typename W::Input* a, int64_t a_stride,
-                                                         const char* b, int64_t steps,
-                                                         Floats (&c)[ROWS][2]) {
+inline __attribute__((always_inline)) void multiply_tile(const typename W::Input* a,
+                                                         int64_t a_stride, const char* b,
+                                                         int64_t steps, Floats (&c)[ROWS][2]) {
     for (int64_t k = 0; k < steps; k++) {
         Floats low, high;
         W::widen_step(b, low, high);
@@ -104,14 +107,15 @@ inline __attribute__((always_inline)) void multiply_tile(const typename W::Input
     }
 }
 
-template <class Output> struct Product {
-    const void* a;      // Input rows.
-    int64_t a_stride;   // In elements, as the others.
-    const char* b;      // Packed weights.
-    int64_t steps;      // Over the inputs.
+template <class Output>
+struct Product {
+    const void* a;     // Input rows.
+    int64_t a_stride;  // In elements, as the others.
+    const char* b;     // Packed weights.
+    int64_t steps;     // Over the inputs.
     Output* c;
     int64_t c_stride;
-    int64_t columns;    // Of c.
+    int64_t columns;  // Of c.
     Ending ending;
 };
 
@@ -184,8 +188,8 @@ void product(const Product<Output>& p, int64_t rows, int64_t panels, int threads
     }
 }
 
-// Packs `columns` rows of `source` [columns, inputs]. With `paired`, source has gate rows and then up
-// rows: a panel takes LANES of each, so that the product can end with silu(gate) * up.
+// Packs `columns` rows of `source` [columns, inputs]. With `paired`, source has gate rows and then
+// up rows: a panel takes LANES of each, so that the product can end with silu(gate) * up.
 template <class W>
 void pack_weights(const void* source, int64_t columns, int64_t inputs, bool paired, char* to,
                   int threads) {

@@ -2,8 +2,8 @@
 // decode: a token's output is the same, bit for bit, however the tokens were cut into steps.
 //
 // Keys are taken in blocks of BLOCK at fixed places of the sequence, with a running maximum; blocks
-// make spans of SPAN keys, each summed by itself and then merged in order. So a decode step may give
-// the spans of one long sequence to several threads and still add in the order a prefill does.
+// make spans of SPAN keys, each summed by itself and then merged in order. So a decode step may
+// give the spans of one long sequence to several threads and still add in the order a prefill does.
 #pragma once
 #include <vector>
 
@@ -12,8 +12,8 @@
 namespace kv {
 
 constexpr int64_t BLOCK = 64;
-constexpr int64_t SPAN = 512;        // A multiple of BLOCK.
-constexpr int64_t TILE_ROWS = 192;   // Query rows that share one widened block of keys and values.
+constexpr int64_t SPAN = 512;       // A multiple of BLOCK.
+constexpr int64_t TILE_ROWS = 192;  // Query rows that share one widened block of keys and values.
 constexpr float NOTHING = -INFINITY;
 
 struct Pool {
@@ -27,15 +27,16 @@ struct Pool {
 
 // What one sequence brings: `count` consecutive tokens, the first at `position`.
 struct Query {
-    const float* rows;    // [count, heads, head_dim], scaled.
-    void* out;            // [count, heads, head_dim]
+    const float* rows;  // [count, heads, head_dim], scaled.
+    void* out;          // [count, heads, head_dim]
     const int64_t* table;
     int64_t position;
     int64_t count;
 };
 
 // A block of keys as panels [BLOCK / PANEL][head_dim][PANEL], and of values as panels
-// [head_dim / PANEL][BLOCK][PANEL]; what lies past the sequence's end is zero, whatever the page has.
+// [head_dim / PANEL][BLOCK][PANEL]; what lies past the sequence's end is zero, whatever the page
+// has.
 struct Widened {
     std::vector<float> keys, values;
 };
@@ -44,11 +45,11 @@ struct Widened {
 struct Partial {
     std::vector<float> out;      // [rows, padded head_dim]
     std::vector<float> maximum;  // [rows]
-    std::vector<float> total;    // [rows]
+    std::vector<float> total;    // [rows, LANES]: summed over lanes only at the end.
     void reset(int64_t rows, int64_t width) {
         out.assign(rows * width, 0.f);
         maximum.assign(rows, NOTHING);
-        total.assign(rows, 0.f);
+        total.assign(rows * LANES, 0.f);
     }
 };
 
@@ -84,7 +85,8 @@ inline void transpose(__m512 (&r)[16]) {
 #endif
 
 // Keys [LANES rows][head_dim] -> columns of a panel: to[d * PANEL + lane] = rows[lane][d].
-template <class T> void transpose_keys(const T* const* rows, int64_t head_dim, float* to) {
+template <class T>
+void transpose_keys(const T* const* rows, int64_t head_dim, float* to) {
     int64_t d = 0;
 #if defined(__AVX512F__)
     for (; d + LANES <= head_dim; d += LANES) {
@@ -100,118 +102,141 @@ template <class T> void transpose_keys(const T* const* rows, int64_t head_dim, f
         for (int i = 0; i < LANES; i++) to[d * PANEL + i] = widen(rows[i][d]);
 }
 
-template <class T> struct Attention {
+template <class T>
+struct Attention {
     const Pool& pool;
     int64_t heads;
     int64_t group = heads / pool.kv_heads;
     int64_t width = (pool.head_dim + PANEL - 1) / PANEL * PANEL;  // Of an output row, padded.
     std::vector<T> zeros = std::vector<T>(pool.head_dim, T(0));
     Widened wide{std::vector<float>(BLOCK * pool.head_dim), std::vector<float>(BLOCK * width)};
-    int64_t rows_max = std::max(TILE_ROWS, group);
-    std::vector<float> scores = std::vector<float>(rows_max * BLOCK);
-    std::vector<float> queries = std::vector<float>(rows_max * pool.head_dim);
-
-    void widen_block(const int64_t* table, int64_t head, int64_t begin, int64_t end) {
-        const int64_t dim = pool.head_dim, token_stride = pool.kv_heads * dim;
+    std::vector<float> scores = std::vector<float>(ROWS_MAX * BLOCK);
+    std::vector<float> queries = std::vector<float>(std::max(TILE_ROWS, group) * pool.head_dim);
+    struct Rows {
         const T *keys[BLOCK], *values[BLOCK];
+    };
+
+    // Where the keys and values of the block from `begin` lie; zeros past `end`.
+    void locate(const int64_t* table, int64_t head, int64_t begin, int64_t end, Rows& rows) const {
+        const int64_t dim = pool.head_dim, token_stride = pool.kv_heads * dim;
         int64_t page = begin / pool.page_tokens, offset = begin % pool.page_tokens;
         for (int64_t i = 0; i < BLOCK; i++) {
-            keys[i] = values[i] = zeros.data();
+            rows.keys[i] = rows.values[i] = zeros.data();
             if (begin + i >= end) continue;
             int64_t at = table[page] * pool.page_stride + offset * token_stride + head * dim;
-            keys[i] = (const T*)pool.keys + at;
-            values[i] = (const T*)pool.values + at;
+            rows.keys[i] = (const T*)pool.keys + at;
+            rows.values[i] = (const T*)pool.values + at;
             if (++offset == pool.page_tokens) offset = 0, page++;
         }
+    }
+    // Pages lie anywhere, so the hardware cannot guess the next one. A part at a time, between
+    // products: all at once they would wait for each other and the products for them.
+    static void fetch(const T* const* rows, int64_t head_dim) {
+        for (int64_t i = 0; i < BLOCK / 2; i++)
+            for (int64_t at = 0; at < head_dim * (int64_t)sizeof(T); at += 64)
+                __builtin_prefetch((const char*)rows[i] + at, 0, 2);
+    }
+    void widen_block(const Rows& rows) {
+        const int64_t dim = pool.head_dim;
         for (int64_t i = 0; i < BLOCK; i += LANES)
-            transpose_keys(keys + i, dim, wide.keys.data() + i / PANEL * dim * PANEL + i % PANEL);
+            transpose_keys(rows.keys + i, dim,
+                           wide.keys.data() + i / PANEL * dim * PANEL + i % PANEL);
         for (int64_t i = 0; i < BLOCK; i++) {
             int64_t d = 0;
-            for (; d + LANES <= dim; d += LANES)
-                store(value_at(i, d), load(values[i] + d));
-            for (; d < dim; d++) *value_at(i, d) = widen(values[i][d]);
+            for (; d + LANES <= dim; d += LANES) store(value_at(i, d), load(rows.values[i] + d));
+            for (; d < dim; d++) *value_at(i, d) = widen(rows.values[i][d]);
         }
     }
     float* value_at(int64_t token, int64_t d) {
         return wide.values.data() + (d / PANEL * BLOCK + token) * PANEL + d % PANEL;
     }
 
-    template <int ROWS> void score_tile(int64_t row, float*) {
+    // A strip of rows against the block: scores, weights, and onto the output. All of it, with the
+    // widened block, stays in the first cache.
+    template <int ROWS>
+    void strip(int64_t row, int64_t position, int64_t at, const Rows& next, Partial& p) {
+        const int64_t dim = pool.head_dim;
         for (int64_t panel = 0; panel < BLOCK / PANEL; panel++) {
             Floats sums[ROWS][2] = {};
+            if (row == 0) fetch(next.keys + panel * (BLOCK / 2) % BLOCK, dim);
             multiply_tile<ROWS, Float32Weights>(
-                queries.data() + row * pool.head_dim, pool.head_dim,
-                (const char*)(wide.keys.data() + panel * pool.head_dim * PANEL), pool.head_dim, sums);
+                queries.data() + row * dim, dim,
+                (const char*)(wide.keys.data() + panel * dim * PANEL), dim, sums);
+#pragma GCC unroll 16
             for (int r = 0; r < ROWS; r++) {
-                float* to = scores.data() + (row + r) * BLOCK + panel * PANEL;
+                float* to = scores.data() + r * BLOCK + panel * PANEL;
                 store(to, sums[r][0]);
                 store(to + LANES, sums[r][1]);
             }
         }
-    }
-    template <int ROWS> void mix_tile(int64_t row, float* out) {
+        for (int r = 0; r < ROWS; r++)
+            soften(scores.data() + r * BLOCK, row + r, position + (row + r) / group + 1 - at, p);
         for (int64_t panel = 0; panel < width / PANEL; panel++) {
-            float* to = out + row * width + panel * PANEL;
+            float* to = p.out.data() + row * width + panel * PANEL;
+            if (row == 0) fetch(next.values + panel * (BLOCK / 2) % BLOCK, dim);
             Floats sums[ROWS][2];
+#pragma GCC unroll 16
             for (int r = 0; r < ROWS; r++) {
                 sums[r][0] = load(to + r * width);
                 sums[r][1] = load(to + r * width + LANES);
             }
             multiply_tile<ROWS, Float32Weights>(
-                scores.data() + row * BLOCK, BLOCK,
-                (const char*)(wide.values.data() + panel * BLOCK * PANEL), BLOCK, sums);
+                scores.data(), BLOCK, (const char*)(wide.values.data() + panel * BLOCK * PANEL),
+                BLOCK, sums);
+#pragma GCC unroll 16
             for (int r = 0; r < ROWS; r++) {
                 store(to + r * width, sums[r][0]);
                 store(to + r * width + LANES, sums[r][1]);
             }
         }
     }
-    template <int... I> void score_rows(int64_t rows, std::integer_sequence<int, I...>) {
-        static constexpr void (Attention::*tiles[])(int64_t, float*) = {
-            &Attention::score_tile<I + 1>...};
+    template <int... I>
+    void all_strips(int64_t rows, int64_t position, int64_t at, const Rows& next, Partial& p,
+                    std::integer_sequence<int, I...>) {
+        using Strip = void (Attention::*)(int64_t, int64_t, int64_t, const Rows&, Partial&);
+        static constexpr Strip strips[] = {&Attention::strip<I + 1>...};
         for (int64_t row = 0; row < rows; row += ROWS_MAX)
-            (this->*tiles[std::min<int64_t>(ROWS_MAX, rows - row) - 1])(row, nullptr);
-    }
-    template <int... I> void mix_rows(int64_t rows, float* out, std::integer_sequence<int, I...>) {
-        static constexpr void (Attention::*tiles[])(int64_t, float*) = {
-            &Attention::mix_tile<I + 1>...};
-        for (int64_t row = 0; row < rows; row += ROWS_MAX)
-            (this->*tiles[std::min<int64_t>(ROWS_MAX, rows - row) - 1])(row, out);
+            (this->*strips[std::min<int64_t>(ROWS_MAX, rows - row) - 1])(row, position, at, next,
+                                                                         p);
     }
 
-    // Scores -> weights in place, and the running maximum and total; `valid` keys of the block count.
-    void soften(int64_t row, int64_t valid, Partial& p) {
-        float* s = scores.data() + row * BLOCK;
+    // Scores -> weights in place, and the running maximum and total; the first `valid` keys count.
+    void soften(float* s, int64_t row, int64_t valid, Partial& p) {
         if (valid <= 0) {
             std::memset(s, 0, BLOCK * 4);
             return;
         }
-        Floats top = splat(NOTHING);
-        for (int64_t i = 0; i < BLOCK; i += LANES) {
-            Floats x = load(s + i);
-            if (i + LANES > valid) {
-                Ints lane;
-                for (int j = 0; j < LANES; j++) lane[j] = j;
-                x = lane < (Ints{} + (int32_t)(valid - i)) ? x : splat(NOTHING);
-                store(s + i, x);
-            }
-            top = larger(x, top);
+        Floats x[BLOCK / LANES];
+#pragma GCC unroll 8
+        for (int i = 0; i < BLOCK / LANES; i++) x[i] = load(s + i * LANES);
+        Ints lane;
+        for (int j = 0; j < LANES; j++) lane[j] = j - (int32_t)std::min(valid, BLOCK);
+        if (valid < BLOCK) {
+#pragma GCC unroll 8
+            for (int i = 0; i < BLOCK / LANES; i++)
+                x[i] = lane + i * LANES < 0 ? x[i] : splat(NOTHING);
         }
-        float maximum = std::max(p.maximum[row], largest(top));
+        Floats top = x[0];
+#pragma GCC unroll 8
+        for (int i = 1; i < BLOCK / LANES; i++) top = larger(x[i], top);
+        float maximum = largest(top);
+        float* total = p.total.data() + row * LANES;
         if (maximum > p.maximum[row]) {
-            float scale = exponential(p.maximum[row] - maximum);
+            Floats scale = splat(exponential(p.maximum[row] - maximum));
             float* out = p.out.data() + row * width;
-            for (int64_t d = 0; d < width; d += LANES) store(out + d, load(out + d) * splat(scale));
-            p.total[row] *= scale;
+            for (int64_t d = 0; d < width; d += LANES) store(out + d, load(out + d) * scale);
+            store(total, load(total) * scale);
             p.maximum[row] = maximum;
         }
-        Floats total = {};
-        for (int64_t i = 0; i < BLOCK; i += LANES) {
-            Floats e = exponential(load(s + i) - splat(maximum));
-            store(s + i, e);
-            total += e;
+        Floats base = splat(p.maximum[row]), sums = load(total);
+#pragma GCC unroll 8
+        for (int i = 0; i < BLOCK / LANES; i++) {
+            Floats e = exponential(x[i] - base);
+            if (valid < BLOCK) e = lane + i * LANES < 0 ? e : Floats{};  // Exactly nothing.
+            store(s + i * LANES, e);
+            sums += e;
         }
-        p.total[row] += sum(total);
+        store(total, sums);
     }
 
     void take_queries(const Query& q, int64_t head, int64_t first, int64_t tokens) {
@@ -222,17 +247,18 @@ template <class T> struct Attention {
     }
 
     // One span of keys [begin, end) for the queries taken, whose first token lies at `position`.
-    void span(const Query& q, int64_t head, int64_t position, int64_t tokens, int64_t begin, int64_t end,
-              Partial& p) {
+    void span(const Query& q, int64_t head, int64_t position, int64_t tokens, int64_t begin,
+              int64_t end, Partial& p) {
         const int64_t rows = tokens * group, known = q.position + q.count;
         p.reset(rows, width);
-        using Sequence = std::make_integer_sequence<int, ROWS_MAX>;
-        for (int64_t at = begin; at < std::min(end, position + tokens); at += BLOCK) {
-            widen_block(q.table, head, at, std::min(end, known));
-            score_rows(rows, Sequence{});
-            for (int64_t row = 0; row < rows; row++)
-                soften(row, std::min(BLOCK, position + row / group + 1 - at), p);
-            mix_rows(rows, p.out.data(), Sequence{});
+        const int64_t stop = std::min(end, position + tokens), last = std::min(end, known);
+        Rows now, next;
+        locate(q.table, head, begin, last, next);
+        for (int64_t at = begin; at < stop; at += BLOCK) {
+            now = next;
+            locate(q.table, head, at + BLOCK, last, next);
+            widen_block(now);
+            all_strips(rows, position, at, next, p, std::make_integer_sequence<int, ROWS_MAX>{});
         }
     }
 
@@ -245,8 +271,11 @@ template <class T> struct Attention {
             float* to = into.out.data() + row * width;
             const float* from = p.out.data() + row * width;
             for (int64_t d = 0; d < width; d += LANES)
-                store(to + d, mul_add(load(from + d), splat(new_scale), load(to + d) * splat(old_scale)));
-            into.total[row] = std::fma(p.total[row], new_scale, into.total[row] * old_scale);
+                store(to + d,
+                      mul_add(load(from + d), splat(new_scale), load(to + d) * splat(old_scale)));
+            float* total = into.total.data() + row * LANES;
+            store(total, mul_add(load(p.total.data() + row * LANES), splat(new_scale),
+                                 load(total) * splat(old_scale)));
             into.maximum[row] = maximum;
         }
     }
@@ -255,9 +284,10 @@ template <class T> struct Attention {
     void finish(const Query& q, int64_t head, int64_t first, int64_t tokens, const Partial& p) {
         const int64_t dim = pool.head_dim;
         for (int64_t row = 0; row < tokens * group; row++) {
-            float inverse = 1.f / p.total[row];
+            float inverse = 1.f / sum(load(p.total.data() + row * LANES));
             const float* from = p.out.data() + row * width;
-            Output* to = (Output*)q.out + ((first + row / group) * heads + head * group + row % group) * dim;
+            Output* to =
+                (Output*)q.out + ((first + row / group) * heads + head * group + row % group) * dim;
             int64_t d = 0;
             for (; d + LANES <= dim; d += LANES) store(to + d, load(from + d) * splat(inverse));
             for (; d < dim; d++) put(to + d, from[d] * inverse);
@@ -284,11 +314,12 @@ void attend(const Pool& pool, const std::vector<Query>& queries, int64_t heads, 
         spans += (queries[q].position + count + SPAN - 1) / SPAN * pool.kv_heads * tiles;
     }
     // Too few tasks for the threads: spread the spans of each.
-    const bool spread = threads > 1 && (int64_t)whole.size() < 4 * threads &&
-                        spans > (int64_t)whole.size();
+    const bool spread =
+        threads > 1 && (int64_t)whole.size() < 4 * threads && spans > (int64_t)whole.size();
     if (spread) {
         for (const Task& task : whole)
-            for (int64_t s = 0; s * SPAN < queries[task.query].position + task.first + task.tokens; s++)
+            for (int64_t s = 0; s * SPAN < queries[task.query].position + task.first + task.tokens;
+                 s++)
                 tasks.push_back({task.query, task.head, task.first, task.tokens, s});
     } else {
         tasks = whole;
@@ -306,8 +337,8 @@ void attend(const Pool& pool, const std::vector<Query>& queries, int64_t heads, 
             int64_t position = q.position + task.first;
             work.take_queries(q, task.head, task.first, task.tokens);
             if (spread) {
-                work.span(q, task.head, position, task.tokens, task.span * SPAN, (task.span + 1) * SPAN,
-                          partials[i]);
+                work.span(q, task.head, position, task.tokens, task.span * SPAN,
+                          (task.span + 1) * SPAN, partials[i]);
                 continue;
             }
             work.span(q, task.head, position, task.tokens, 0, SPAN, all);
@@ -324,8 +355,8 @@ void attend(const Pool& pool, const std::vector<Query>& queries, int64_t heads, 
                 if (task.span != 0) continue;
                 for (int64_t j = i + 1; j < (int64_t)tasks.size() && tasks[j].span > 0; j++)
                     work.merge(partials[i], partials[j], task.tokens * group);
-                work.template finish<Output>(queries[task.query], task.head, task.first, task.tokens,
-                                             partials[i]);
+                work.template finish<Output>(queries[task.query], task.head, task.first,
+                                             task.tokens, partials[i]);
             }
         }
     }

@@ -20,7 +20,7 @@ constexpr int LANES = 16;
 constexpr int ROWS_MAX = 12;  // Rows of a tile: 12 x 2 accumulators leave 8 registers of 32.
 #else
 constexpr int LANES = 8;
-constexpr int ROWS_MAX = 6;   // 6 x 2 accumulators leave 4 registers of AVX's 16.
+constexpr int ROWS_MAX = 6;  // 6 x 2 accumulators leave 4 registers of AVX's 16.
 #endif
 constexpr int PANEL = 2 * LANES;  // Columns of a tile.
 
@@ -30,18 +30,23 @@ typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
 typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
 typedef uint16_t bf16;
 
-template <class V> inline V load_as(const void* p) {
+template <class V>
+inline V load_as(const void* p) {
     V v;
     std::memcpy(&v, p, sizeof v);
     return v;
 }
-template <class V> inline void store_as(void* p, V v) { std::memcpy(p, &v, sizeof v); }
+template <class V>
+inline void store_as(void* p, V v) {
+    std::memcpy(p, &v, sizeof v);
+}
 
 inline Floats splat(float x) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_set1_ps(x);
 #else
-    return x - Floats{};  // Minus, not plus: adding zero would turn -0 into 0, so it costs an addition.
+    return x -
+           Floats{};  // Minus, not plus: adding zero would turn -0 into 0, so it costs an addition.
 #endif
 }
 inline Words bits(Floats v) { return (Words)v; }
@@ -88,7 +93,21 @@ inline Floats mul_add(Floats a, Floats b, Floats c) {
 #endif
 }
 
-inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+// The larger of two; where either is NaN, `b`: so larger(limit, x) keeps a NaN in x.
+inline Floats larger(Floats a, Floats b) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return a > b ? a : b;
+#endif
+}
+inline Floats smaller(Floats a, Floats b) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+    return a < b ? a : b;
+#endif
+}
 
 inline float sum(Floats v) {
     float x[LANES];
@@ -109,14 +128,14 @@ inline float largest(Floats v) {
 #endif
 }
 
-// e^x, relative error below 2e-7. Exactly 0 below -87 (so for -infinity); clamped above 88.
+// e^x for x up to 88, relative error below 2e-7; below -87 it stays at e^-87, which is 1.6e-38.
 inline Floats exponential(Floats x) {
-    constexpr float LOWEST = -87.f, HIGHEST = 88.f, SHIFT = 12582912.f;  // 1.5 * 2^23: rounds.
-    Floats y = x < LOWEST ? splat(LOWEST) : x;
-    y = y > HIGHEST ? splat(HIGHEST) : y;
-    Floats shifted = mul_add(y, splat(1.44269504f), splat(SHIFT));
-    Floats n = shifted - SHIFT;
-    Floats f = mul_add(n, splat(-0.693359375f), y);
+    constexpr float LOWEST = -87.f,
+                    SHIFT = 12582912.f;  // 1.5 * 2^23: adding it rounds to integers.
+    x = larger(splat(LOWEST), x);
+    Floats shifted = mul_add(x, splat(1.44269504f), splat(SHIFT));
+    Floats n = shifted - splat(SHIFT);
+    Floats f = mul_add(n, splat(-0.693359375f), x);
     f = mul_add(n, splat(2.12194440e-4f), f);
     Floats p = splat(1.9875691500e-4f);
     p = mul_add(p, f, splat(1.3981999507e-3f));
@@ -124,13 +143,11 @@ inline Floats exponential(Floats x) {
     p = mul_add(p, f, splat(4.1665795894e-2f));
     p = mul_add(p, f, splat(1.6666665459e-1f));
     p = mul_add(p, f, splat(5.0000001201e-1f));
-    p = mul_add(p, f * f, f + 1.f);
-    Ints power = ((Ints)shifted - (Ints)splat(SHIFT)) << 23;
-    Floats e = (Floats)((Ints)p + power);
-    return x < LOWEST ? Floats{} : e;
+    p = mul_add(p, f * f, f + splat(1.f));
+    return (Floats)((Ints)p + ((Ints)shifted << 23));  // SHIFT's own bits fall off the top.
 }
 inline float exponential(float x) { return exponential(splat(x))[0]; }
 
-inline Floats silu(Floats x) { return x / (exponential(-x) + 1.f); }
+inline Floats silu(Floats x) { return x / (exponential(smaller(splat(88.f), -x)) + splat(1.f)); }
 
 }  // namespace kv
