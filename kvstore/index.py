@@ -27,8 +27,9 @@ from kvstore.closure import (
     may_leave,
     missing_ancestors,
 )
+from kvstore.media import same_media
 from kvstore.outcomes import Found, Left, Published
-from kvstore.rows import HIDDEN, MEDIA, MEDIA_UNSEEN, NONE, ROWS_MAX, Ints, Longs, Rows, span
+from kvstore.rows import HIDDEN, MEDIA, NONE, ROWS_MAX, Ints, Longs, Rows, span
 from kvstore.tiers.base import MissReason, SaveDrop, TierName
 from kvstore.tiers.errors import TokenError
 from kvstore.tombstones import Tombstones
@@ -140,7 +141,7 @@ class Index:
         walk = self.table.walk(keys, tokens, space, parent)
         rows, upper, lower, end = walk.rows, walk.in_upper, walk.in_lower, walk.end
         if media or self.rows.media:
-            same = self._confirm_media(rows, media or {})
+            same = same_media(self.rows, rows, media or {})
             if same < len(rows):
                 rows, end = rows[:same], COLLISION
                 upper, lower = min(upper, same), min(lower, same)
@@ -159,19 +160,6 @@ class Index:
         if parent >= 0 and self.rows.space[parent] != space:
             raise ValueError("the parent row belongs to another space; look the chain up again")
         return keys, np.ascontiguousarray(tokens)
-
-    def _confirm_media(self, rows: Ints, media: Media) -> int:
-        """How many leading rows have exactly the media digests given.
-
-        Of a row whose digest was not seen yet the key vouches for it, and the header at load.
-        """
-        with_media = set(np.flatnonzero(self.rows.flags[rows] & MEDIA).tolist())
-        for at in sorted(with_media | {at for at in media if at < len(rows)}):
-            if self.rows.flags[rows[at]] & MEDIA_UNSEEN:
-                continue
-            if self.rows.media.get(int(rows[at])) != media.get(at):
-                return at
-        return len(rows)
 
     # -- entering a tier -----------------------------------------------------------------------
 

@@ -1,0 +1,21 @@
+"""Media digests of blocks: what tells two images apart where their placeholder tokens are the same."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from kvstore.rows import MEDIA, MEDIA_UNSEEN, Ints, Rows
+
+
+def same_media(rows: Rows, found: Ints, media: Mapping[int, bytes]) -> int:
+    """How many leading rows of `found` have exactly the media digests given, by their place.
+
+    Of a row whose digest was not seen yet the key vouches for it, and the header at load.
+    """
+    with_media = set(np.flatnonzero(rows.flags[found] & MEDIA).tolist())
+    for at in sorted(with_media | {at for at in media if at < len(found)}):
+        if rows.flags[found[at]] & MEDIA_UNSEEN:
+            continue
+        if rows.media.get(int(found[at])) != media.get(at):
+            return at
+    return len(found)
