@@ -1,4 +1,4 @@
-"""Media digests of blocks: what tells two images apart where their placeholder tokens are the same."""
+"""Media digests of blocks: they tell two images apart whose placeholder tokens are the same."""
 
 from collections.abc import Mapping
 
