@@ -15,6 +15,7 @@ from support.checks import assert_at_rest
 from support.engine import UNTOUCHED, WAIT_S, Engine, prompt
 from support.faulty import CountingIo, FailingIo
 from support.layouts import small_layout
+from support.moves import emptied_host
 
 BLOCK = 8
 BLOCKS = 12
@@ -250,15 +251,7 @@ def test_one_bad_bit_cuts_the_prefix_and_heals(tmp_path: Path) -> None:
             engine.save(TOKENS)
             store.flush()
             assert engine.ask(TOKENS).tokens == BLOCKS * BLOCK  # from host memory
-            _empty_host(store)
+            emptied_host(store)
             assert engine.ask(TOKENS).by_tier[TierName.DISK] == BLOCKS * BLOCK
             assert_at_rest(store)
-            _empty_host(store)
-
-
-def _empty_host(store: Store) -> None:
-    """Everything leaves host memory, as a flood of other blocks would make it."""
-    placement = store._placement
-    with placement.lock:
-        rows = placement.index.rows_of(tier=TierName.HOST)
-        placement.left(TierName.HOST, placement.index.drop_subtree(rows, TierName.HOST))
+            emptied_host(store)

@@ -1,7 +1,6 @@
-"""The store as a whole: what a hit is, who may share it, and that the counters tell the truth."""
+"""The store as a whole: what a hit is, who may share it, and what collides."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +8,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvstore.loading import LoadResult
 from kvstore.store import Store
 from kvstore.store import open as open_store
 from kvstore.tiers.base import MissReason, SaveDrop, TierName
 from support.checks import assert_at_rest
 from support.engine import Engine, prompt
 from support.layouts import small_layout
+from support.moves import Move, as_it_is, emptied_host, restarted
 
 BLOCK = 4
 PAGES = 64
 LAYOUT = small_layout(BLOCK)
-Reopen = Callable[[Store], Store]
 
 
 @pytest.fixture
@@ -30,29 +28,10 @@ def store() -> Iterator[Store]:
         assert_at_rest(opened)
 
 
-def _keep(store: Store) -> Store:
-    return store
-
-
-def _from_disk(store: Store) -> Store:
-    """Host memory forgets everything, so that only disk can answer."""
-    store.flush()
-    placement = store._placement
-    with placement.lock:
-        rows = placement.index.rows_of(tier=TierName.HOST)
-        placement.left(TierName.HOST, placement.index.drop_subtree(rows, TierName.HOST))
-    return store
-
-
-def _restarted(store: Store) -> Store:
-    store.close()
-    return open_store(store.config.home, host="8MiB")
-
-
-@pytest.fixture(params=[_keep, _from_disk, _restarted], ids=["host", "disk", "restart"])
-def tier(request: pytest.FixtureRequest) -> Reopen:
+@pytest.fixture(params=[as_it_is, emptied_host, restarted], ids=["host", "disk", "restart"])
+def tier(request: pytest.FixtureRequest) -> Move:
     """What happens between a save and the lookup, so that each tier is asked."""
-    reopen: Reopen = request.param
+    reopen: Move = request.param
     return reopen
 
 
@@ -74,7 +53,7 @@ def engine_of(store: Store, **identity: Any) -> Engine:
     [(0, 0), (1, 0), (3, 0), (4, 0), (5, 1), (7, 1), (8, 1), (9, 2), (28, 6), (29, 7), (31, 7)],
 )
 def test_one_token_is_always_left_to_compute(
-    disk_store: Store, tier: Reopen, length: int, usable: int
+    disk_store: Store, tier: Move, length: int, usable: int
 ) -> None:
     engine_of(disk_store).save(prompt(length))
     with tier(disk_store) as store:
@@ -146,7 +125,7 @@ OTHERS: list[dict[str, Any]] = [
 BASE: dict[str, Any] = {"tenant": "a", "salt": b"a", "adapter": "french@1"}
 
 
-def test_nobody_else_hits_and_the_same_does(disk_store: Store, tier: Reopen) -> None:
+def test_nobody_else_hits_and_the_same_does(disk_store: Store, tier: Move) -> None:
     tokens = prompt(8 * BLOCK + 1)
     engine_of(disk_store, **BASE).save(tokens)
     with tier(disk_store) as store:
@@ -159,7 +138,7 @@ def test_nobody_else_hits_and_the_same_does(disk_store: Store, tier: Reopen) -> 
         assert_at_rest(store)
 
 
-def test_tenants_with_the_same_prompt_keep_their_own_bytes(disk_store: Store, tier: Reopen) -> None:
+def test_tenants_with_the_same_prompt_keep_their_own_bytes(disk_store: Store, tier: Move) -> None:
     tokens = prompt(8 * BLOCK + 1)
     for tenant in ("a", "b", "c"):
         assert engine_of(disk_store, tenant=tenant).save(tokens)[1].saved == 8
@@ -173,13 +152,13 @@ def test_media_is_part_of_what_a_block_is(disk_store: Store) -> None:
     tokens = prompt(4 * BLOCK + 1)
     one, two = {2: b"x" * 32}, {2: b"y" * 32}
     engine_of(disk_store).save(tokens, media=one)
-    for store in (disk_store, _from_disk(disk_store)):
+    for store in (disk_store, emptied_host(disk_store)):
         engine = engine_of(store)
         assert engine.ask(tokens, media=two).tokens == 2 * BLOCK  # the text before it is shared
         assert engine.ask(tokens).tokens == 2 * BLOCK
         assert engine.ask(tokens, media=one).tokens == 4 * BLOCK
         assert_at_rest(store)
-    with _restarted(disk_store) as store:
+    with restarted(disk_store) as store:
         engine = engine_of(store)
         assert engine.ask(tokens, media=two).tokens == 2 * BLOCK
         assert engine.ask(tokens).tokens == 2 * BLOCK
@@ -217,7 +196,7 @@ def test_the_test_hash_collides(store: Store) -> None:
     assert np.array_equal(one.keys, two.keys)
 
 
-def test_a_collision_is_a_counted_miss(disk_store: Store, tier: Reopen) -> None:
+def test_a_collision_is_a_counted_miss(disk_store: Store, tier: Move) -> None:
     _colliding(disk_store).save(chain_of(0, 1, 2))
     with tier(disk_store) as store:
         engine = _colliding(store)
@@ -237,7 +216,7 @@ def test_a_collision_is_a_counted_miss(disk_store: Store, tier: Reopen) -> None:
 
 
 def test_a_collision_whose_parent_was_dropped_reaches_nothing(
-    disk_store: Store, tier: Reopen
+    disk_store: Store, tier: Move
 ) -> None:
     """0-1 goes, 3-1 comes under the same keys: what lay under 0 must not be found under 3."""
     _colliding(disk_store).save(chain_of(0, 1, 2))
@@ -278,166 +257,6 @@ def test_collisions_within_one_prompt(store: Store) -> None:
         assert set(ticket.misses) == {MissReason.COLLISION}
     with engine.space.sequence(chain_of(2, 2, 3)).lookup() as ticket:
         assert ticket.blocks == 0
-
-
-# --- counters
-
-
-class Counted:
-    """How counters changed since it was made."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._before = store.counters()
-
-    def __getitem__(self, name: str) -> int:
-        return self._store.counters()[name] - self._before[name]
-
-    def sum(self, prefix: str) -> int:
-        return sum(self[name] for name in self._before if name.startswith(prefix))
-
-    def assert_identity(self) -> None:
-        """Every token asked for is exactly one of hit and missed; declined is a miss's reason."""
-        assert self["tokens_asked"] == self.sum("tokens_hit.") + self.sum("misses.")
-
-
-def test_a_hit_is_counted_once_however_often_it_is_asked_and_loaded(store: Store) -> None:
-    engine = engine_of(store)
-    tokens = prompt(10 * BLOCK + 1)
-    engine.save(tokens)
-    counted = Counted(store)
-    sequence = engine.space.sequence(tokens)
-    for _ in range(4):
-        with sequence.lookup() as ticket:
-            assert engine.load(ticket).tokens == 10 * BLOCK
-    assert counted["lookups"] == 4
-    assert counted["tokens_asked"] == counted["tokens_hit.host"] == 10 * BLOCK
-    assert counted.sum("misses.") == 0
-
-
-def test_ten_requests_one_preempted_one_aborted_one_retried(store: Store) -> None:
-    engine = engine_of(store)
-    tokens = prompt(10 * BLOCK + 1)
-    engine.save(tokens)
-    counted = Counted(store)
-    for number in range(10):
-        sequence = engine.space.sequence(tokens)
-        if number == 3:  # aborted between lookup and load
-            sequence.lookup().release()
-            continue
-        with sequence.lookup() as ticket:
-            engine.load(ticket)
-        if number == 5:  # preempted: it comes back and asks again
-            with sequence.lookup() as ticket:
-                engine.load(ticket)
-        if number == 7:  # retried at once, with nothing of its own
-            sequence.lookup().release()
-    assert counted["tokens_asked"] == 10 * 10 * BLOCK
-    assert counted["tokens_hit.host"] == 9 * 10 * BLOCK
-    assert counted["misses.declined"] == 10 * BLOCK
-    counted.assert_identity()
-
-
-def test_what_was_missed_and_comes_later_stays_a_miss(store: Store) -> None:
-    engine = engine_of(store)
-    tokens = prompt(10 * BLOCK + 1)
-    counted = Counted(store)
-    sequence = engine.space.sequence(tokens)
-    with sequence.lookup() as ticket:
-        assert ticket.misses == {MissReason.ABSENT: 10 * BLOCK}
-    engine.save(tokens)
-    with sequence.lookup() as ticket:
-        engine.load(ticket)
-    assert counted["misses.absent"] == 10 * BLOCK
-    counted.assert_identity()
-
-
-def test_device_hits_and_part_loads(store: Store) -> None:
-    engine = engine_of(store)
-    tokens = prompt(10 * BLOCK + 1)
-    engine.save(tokens[: 8 * BLOCK])
-    counted = Counted(store)
-    ticket = engine.space.sequence(tokens).lookup(skip_tokens=2 * BLOCK)
-    engine.load(ticket, stop_tokens=6 * BLOCK)
-    assert counted["tokens_hit.device"] == 2 * BLOCK
-    assert counted["tokens_hit.host"] == 4 * BLOCK
-    assert counted["misses.declined"] == 2 * BLOCK
-    assert counted["misses.absent"] == 2 * BLOCK
-    counted.assert_identity()
-
-
-def test_hits_are_counted_by_the_tier_that_served_them(disk_store: Store) -> None:
-    tokens = prompt(10 * BLOCK + 1)
-    engine_of(disk_store).save(tokens)
-    with _restarted(disk_store) as store:
-        engine = engine_of(store)
-        engine.ask(tokens[: 4 * BLOCK + 1])  # these come into host memory
-        counted = Counted(store)
-        result: LoadResult = engine.ask(tokens)
-        assert result.by_tier == {"host": 4 * BLOCK, "disk": 6 * BLOCK}
-        assert counted["tokens_hit.host"] == 4 * BLOCK
-        assert counted["tokens_hit.disk"] == 6 * BLOCK
-        assert counted["loaded_bytes.disk"] == 6 * LAYOUT.payload_bytes
-        counted.assert_identity()
-
-
-def test_a_lease_that_ran_out_is_counted_as_such() -> None:
-    with open_store(host="8MiB", lease_s=0.01) as store:
-        engine = engine_of(store)
-        tokens = prompt(5 * BLOCK + 1)
-        engine.save(tokens)
-        counted = Counted(store)
-        ticket = engine.space.sequence(tokens).lookup()
-        time.sleep(0.05)
-        engine.load(ticket)
-        assert counted["misses.expired"] == 5 * BLOCK
-        counted.assert_identity()
-
-
-def test_counters_hold_over_random_requests_and_never_go_down(disk_store: Store) -> None:
-    random = np.random.default_rng(5)
-    store = disk_store
-    counted, last = Counted(store), store.counters()
-    engine = engine_of(store)
-    kept: list[Any] = []
-    for _ in range(150):
-        tokens = np.concatenate(
-            [prompt(int(random.integers(0, 40)), 1), prompt(9, int(random.integers(5)))]
-        )
-        sequence = engine.space.sequence(tokens)
-        if kept and random.random() < 0.3:
-            sequence = kept[int(random.integers(len(kept)))]
-        kept.append(sequence)
-        own = int(random.integers(0, 3)) * BLOCK
-        with sequence.lookup(skip_tokens=own) as ticket:
-            if random.random() < 0.8:
-                stop = int(random.integers(0, ticket.blocks + 1)) * BLOCK
-                engine.load(ticket, stop_tokens=stop)
-        if random.random() < 0.5:
-            engine.save(tokens)
-        if random.random() < 0.1:
-            _from_disk(store)
-        now = store.counters()
-        falling = [n for n in now if now[n] < last[n] and not n.endswith(("_bytes", "_blocks"))]
-        assert falling == []
-        last = now
-        counted.assert_identity()
-    assert_at_rest(store)
-    store.close()
-
-
-def test_counters_survive_a_restart(disk_store: Store) -> None:
-    engine = engine_of(disk_store)
-    tokens = prompt(5 * BLOCK + 1)
-    engine.save(tokens)
-    engine.ask(tokens)
-    with _restarted(disk_store) as store:
-        stats = store.stats()
-        assert stats["tokens_asked"] == stats["tokens_hit"]["host"] == 5 * BLOCK
-        assert stats["tiers"]["disk"]["blocks"] == 5
-        assert stats["tiers"]["disk"]["used_bytes"] == 5 * engine.space.record.slot_bytes
-        assert stats["tiers"]["host"]["blocks"] == 0
-        assert stats["tiers"]["disk"]["capacity_bytes"] == 32 << 20
 
 
 # --- starting
