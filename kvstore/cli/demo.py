@@ -78,20 +78,14 @@ def demo(
     if not where.is_dir():
         raise ConfigError(f"--directory {where} is not a folder; name one on the disk to use")
     path = model or fetch_smollm2()
-    answers: Answers = {name: [] for name in RUNS}
-    with tempfile.TemporaryDirectory(dir=where, prefix="kvstore-demo-") as store, _teller() as say:
-        say(f'{len(QUESTIONS)} questions over "{DOCUMENT_TITLE}", asked of {path.name}.')
-        for part in ("first", "second"):
-            job = {
-                "part": part,
-                "model": str(path),
-                "store": store,
-                "dtype": dtype.value,
-                "threads": threads or default_threads(),
-                "max_tokens": max_tokens,
-                "eager": eager,
-            }
-            _run_part(job, answers, say)
+    job = {
+        "model": str(path),
+        "dtype": dtype.value,
+        "threads": threads or default_threads(),
+        "max_tokens": max_tokens,
+        "eager": eager,
+    }
+    answers = _ask_all(job, where)
     cold = answers["cold"]
     runs = [make_run(name, answers[name], cold) for name in RUNS]
     document = make_document(path.name, cold[0]["prompt_tokens"], runs)
@@ -101,6 +95,17 @@ def demo(
         print_json(document)
         return
     _print(runs, cold, f"{path.name}, {dtype.value}", target)
+
+
+def _ask_all(job: dict[str, Any], where: Path) -> Answers:
+    """Both processes' parts of the job, one after the other, over a store that is removed then."""
+    answers: Answers = {name: [] for name in RUNS}
+    with tempfile.TemporaryDirectory(dir=where, prefix="kvstore-demo-") as store, _teller() as say:
+        model = Path(job["model"]).name
+        say(f'{len(QUESTIONS)} questions over "{DOCUMENT_TITLE}", asked of {model}.')
+        for part in ("first", "second"):
+            _run_part({**job, "part": part, "store": store}, answers, say)
+    return answers
 
 
 def _target(output: Path | None) -> Path | None:

@@ -7,7 +7,7 @@ DOCUMENT_TITLE = "The Cold Library of Varrin Sound"
 QUESTIONS = (
     "Who is the keeper since 2011, and what was her former profession?",
     "What does the third rule on the board say?",
-    "Who founded the library, and where was she born?",
+    "Who founded the library, and in which year did she return to Great Varrin?",
 )
 
 
