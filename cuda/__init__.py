@@ -1,4 +1,4 @@
-"""kvstore.cuda: moving bytes between an engine's pages and contiguous blocks, on a GPU or its CPU twin."""
+"""kvstore.cuda: moving bytes between an engine's pages and contiguous blocks."""
 
 if __name__ == "cuda":
     # The checkout is on sys.path, so this folder has shadowed NVIDIA's `cuda` namespace.

@@ -185,7 +185,7 @@ def require_store(path: Path, io: FileIo) -> StoreFacts:
     """The facts of an existing store. Raises ConfigError where there is none."""
     facts = read_facts(path, io) if io.exists(path) else None
     if facts is None:
-        raise ConfigError(f"{path} is not a store; give the directory that was passed to --store")
+        raise ConfigError(f"{path} is not a store; give the first disk path of a store, its home")
     return facts
 
 

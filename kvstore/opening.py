@@ -36,17 +36,6 @@ class Opened:
     placement: Placement
     starter: Starter
 
-    def set_gauges(self) -> None:
-        """Write what the tiers hold now into the counters. Under the placement's lock."""
-        index, counters = self.placement.index, self.counters
-        counters.set("host_capacity_bytes", self.host.capacity_bytes)
-        counters.set("host_used_bytes", self.host.used_bytes)
-        counters.set("host_blocks", index.blocks(TierName.HOST))
-        if self.disk is not None:
-            counters.set("disk_capacity_bytes", self.disk.capacity_bytes)
-            counters.set("disk_used_bytes", self.disk.used_bytes)
-            counters.set("disk_blocks", index.blocks(TierName.DISK))
-
     def check_integrity(self) -> None:
         """AssertionError if index and tiers disagree. Under the placement's lock."""
         index = self.placement.index
@@ -65,7 +54,7 @@ class Opened:
     def close(self) -> None:
         """Give everything back; a persistent arena whose blocks are all on disk is removed."""
         with self.placement.lock:
-            self.set_gauges()
+            self.placement.write_gauges()
             self.counters.set("host_used_bytes", 0)
             self.counters.set("host_blocks", 0)
         self.disks.shutdown()

@@ -177,6 +177,7 @@ class Placement:
                 plan.drop = published.reason
         if plan.anchor >= 0:
             self.unhold(np.array([plan.anchor], np.int32))
+        self.write_gauges()
         return stored
 
     def abandon_save(self, plan: SavePlan) -> None:
@@ -337,12 +338,23 @@ class Placement:
         with self.lock:
             self.index.rows.flags[row] |= VERIFIED
 
+    def write_gauges(self) -> None:
+        """What the tiers hold now goes into the counters, for readers beside this process."""
+        tiers: list[tuple[TierName, HostTier | DiskTier]] = [(TierName.HOST, self.host)]
+        if self.disk is not None:
+            tiers.append((TierName.DISK, self.disk))
+        for name, tier in tiers:
+            self.counters.set(f"{name}_capacity_bytes", tier.capacity_bytes)
+            self.counters.set(f"{name}_used_bytes", tier.used_bytes)
+            self.counters.set(f"{name}_blocks", self.index.blocks(name))
+
     def publish_reads(self, rows: Ints, slots: Longs, good: npt.NDArray[np.bool_]) -> None:
         """Blocks read from disk stay in host memory where their parent is; other slots go back."""
         kept = np.zeros(len(rows), bool)
         kept[good] = self.index.place(TierName.HOST, rows[good], slots[good])
         self._entered_host(rows[kept])
         self.release_host_slots(slots[~kept])
+        self.write_gauges()
 
     def count_load(
         self,

@@ -15,6 +15,7 @@ from kvstore.config import Config, load_config
 from kvstore.counters import summary
 from kvstore.hashing.chain import ChainFunction, chain_function
 from kvstore.identity import Identity
+from kvstore.inspect import layout_of
 from kvstore.loading import Load, Loader, LoadResult
 from kvstore.opening import Opened, open_parts
 from kvstore.pool import PagePool
@@ -86,10 +87,13 @@ class Store:
         adapter: str = "",
         shards: int = 1,
         attributes: Mapping[str, str] | None = None,
+        mixed: bool = False,
         chain: ChainFunction | None = None,
     ) -> Space:
         """Blocks of one model in one layout for one tenant: see kvstore.identity.Identity.
 
+        mixed: keep this layout beside another that the store holds of the same model and tenant.
+        Without it that is an error: an engine that was reconfigured by mistake would never hit.
         chain: another way to make keys, for tests that force collisions.
         Raises LayoutError for what cannot be stored, or is too large for a tier's segments.
         """
@@ -111,10 +115,31 @@ class Store:
                 return self._spaces[digest]
             space = Space(self, identity, -1, chain or chain_function(self.config.hash))
             self._refuse_too_large(space.record.slot_bytes)
+            if not mixed:
+                self._refuse_other_layout(space)
             space.number = self._parts.starter.space_number(digest, layout, space.record.slot_bytes)
             self._placement.spaces[space.number] = space.facts()
             self._spaces[digest] = space
             return space
+
+    def labels(self) -> list[str]:
+        """Model and tenant of every namespace that has blocks on disk, or had; sorted."""
+        disk = self._placement.disk
+        known = disk.namespaces().values() if disk is not None else ()
+        return sorted({namespace.label for namespace in known})
+
+    def _refuse_other_layout(self, space: Space) -> None:
+        disk, own = self._placement.disk, space.layout
+        there = disk.namespaces().values() if disk is not None else ()
+        if any(known.digest == space.digest for known in there):
+            return
+        for known in there:
+            stored = layout_of(known.layout)
+            if known.label == space.label and stored not in (None, own):
+                raise LayoutError(
+                    f"the store holds {space.label} with blocks of {stored}, not {own}; "
+                    "use that layout or another store, or keep both with mixed=True"
+                )
 
     def _refuse_too_large(self, slot_bytes: int) -> None:
         placement = self._placement
@@ -263,7 +288,7 @@ class Store:
         """Hits, misses and occupancy: the shape of `kvstore stats --json`."""
         self._refuse_closed()
         with self._placement.lock:
-            self._parts.set_gauges()
+            self._placement.write_gauges()
         return summary(self._counters.all())
 
     def counters(self) -> dict[str, int]:

@@ -96,10 +96,12 @@ class Writer:
                 group = None
                 if self._is_due():
                     group = self._take()
+                    if group is None and not self._placement.dirty:
+                        # Nothing of the queue was left to write: a flush may wait for just this.
+                        self._changed.notify_all()
                 elif self._closed and not self._placement.dirty:
                     return
                 if group is None:
-                    self._changed.notify_all()
                     self._changed.wait(CHECK_S)
                     continue
             self._write(group)
@@ -296,6 +298,7 @@ class Writer:
         placement.unhold(group.rows)
         placement.unhold(group.parents)
         self._flying.difference_update(group.rows.tolist())
+        placement.write_gauges()
 
     def _again(self, rows: Ints) -> None:
         """Queue rows that were not written; a flush or a stop does not wait for another try."""

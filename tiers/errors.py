@@ -13,7 +13,7 @@ What goes wrong while serving (a full disk, a bad bit, an expired lease) is an o
 
 
 class KvstoreError(Exception):
-    """Base of every exception the store raises on purpose; its text is one sentence and says what to do."""
+    """Base of every exception raised on purpose; one sentence that says what to do."""
 
 
 class ConfigError(KvstoreError):

@@ -174,6 +174,12 @@ class Layout:
         """How many layers a block has, over all groups."""
         return len(self.layer_runs)
 
+    def __str__(self) -> str:
+        """For people: "16 tokens, 368640 bytes, 30 layers of bfloat16"."""
+        dtypes = "/".join(dict.fromkeys(group.dtype for group in self.groups))
+        size = f"{self.block_tokens} tokens, {self.payload_bytes} bytes"
+        return f"{size}, {self.layers} layers of {dtypes}"
+
     def canonical(self) -> bytes:
         """The layout as bytes, equal in every process and version: what identity is made of."""
         groups = [

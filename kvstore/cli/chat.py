@@ -20,6 +20,7 @@ from kvstore.cli.runtime_options import (
     KvMemoryOption,
     RuntimeStoreOption,
     SeedOption,
+    ShareOption,
     TemperatureOption,
     ThreadsOption,
     answer_document,
@@ -68,6 +69,7 @@ def chat(
     threads: ThreadsOption = None,
     kv_memory: KvMemoryOption = KV_MEMORY,
     eager: EagerOption = False,
+    share: ShareOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Talk to a model. Each turn computes only what is new, and says so.
@@ -78,7 +80,7 @@ def chat(
     opened = chosen_store(store, config)
     model = model or fetch_smollm2(shown=not as_json)
     with open_runtime(
-        model, dtype, threads, kv_memory, opened, eager=eager, shown=not as_json
+        model, dtype, threads, kv_memory, opened, eager=eager, share=share, shown=not as_json
     ) as runtime:
         talk = _Talk(runtime, system, max_tokens, temperature, seed, as_json)
         talk.run()

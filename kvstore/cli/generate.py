@@ -17,6 +17,7 @@ from kvstore.cli.runtime_options import (
     KvMemoryOption,
     RuntimeStoreOption,
     SeedOption,
+    ShareOption,
     TemperatureOption,
     ThreadsOption,
     answer_document,
@@ -68,6 +69,7 @@ def generate(
     threads: ThreadsOption = None,
     kv_memory: KvMemoryOption = KV_MEMORY,
     eager: EagerOption = False,
+    share: ShareOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Answer the prompt in a file. What another process computed for the same text is reused.
@@ -82,7 +84,7 @@ def generate(
     opened = chosen_store(store, config, no_store)
     shown = not as_json
     with open_runtime(
-        model, dtype, threads, kv_memory, opened, eager=eager, shown=shown
+        model, dtype, threads, kv_memory, opened, eager=eager, share=share, shown=shown
     ) as runtime:
         with saying("Generating ...", shown=shown):
             answer = runtime.generate(

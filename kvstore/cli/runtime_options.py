@@ -53,6 +53,13 @@ EagerOption = Annotated[
         "--eager", help="Load whatever is found, even where computing it again is faster."
     ),
 ]
+ShareOption = Annotated[
+    bool,
+    typer.Option(
+        "--share",
+        help="Let this model, or this dtype, share a store that was made for another.",
+    ),
+]
 RuntimeStoreOption = Annotated[
     Path | None,
     typer.Option(
@@ -105,12 +112,14 @@ def open_runtime(
     store: AbstractContextManager[kvstore.Store | None],
     *,
     eager: bool,
+    share: bool,
     shown: bool,
 ) -> Iterator["Runtime"]:
     """A runtime over a store; both are closed at the end, after all is written.
 
     The model's headers are read before the store is opened, so that a wrong path makes no store.
     eager: load whatever the store has, whatever it costs.
+    share: the store may hold blocks of other models.
     shown: say on stderr what is happening, where stderr is a terminal.
     """
     with ExitStack() as stack:
@@ -127,6 +136,7 @@ def open_runtime(
                 threads=threads or default_threads(),
                 kv_memory=kv_memory,
                 planner=Planner(eager=eager),
+                share=share,
                 progress=lambda done, total: say(f"Loading the model: layer {done} of {total} ..."),
             )
         try:

@@ -131,6 +131,7 @@ class Runtime:
         tenant: str = "",
         salt: bytes = b"",
         planner: Planner | None = None,
+        share: bool = False,
         device_reuse: bool = True,
         token_budget: int = TOKEN_BUDGET,
         sequences_max: int = SEQUENCES_MAX,
@@ -140,6 +141,8 @@ class Runtime:
 
         store: an open store, or a directory to open one in, closed by `close`; None for none.
         dtype: "float32", exact to the token, or "bfloat16". threads: of the computation.
+        share: the store may hold blocks of other models, or of this one in another dtype; without
+        it that is an error, for such a store would never give a hit.
         kv_memory: bytes of the device tier's pages. progress: gets (layers loaded, layers).
         Raises ConfigError and StoreError, each with one sentence that says what to do.
         """
@@ -157,9 +160,13 @@ class Runtime:
         owned = open_store(store) if isinstance(store, str | Path) else None
         space = None
         if (used := owned or (store if isinstance(store, Store) else None)) is not None:
+            identity = f"sha256:{checkpoint.digest().hex()}"
+            if not share:
+                _refuse_other_model(used, identity)
             space = used.namespace(
                 pool.layout,
-                model=f"sha256:{checkpoint.digest().hex()}",
+                model=identity,
+                mixed=share,
                 tenant=tenant,
                 salt=salt,
                 attributes=_attributes(checkpoint.config, dtype),
@@ -244,6 +251,15 @@ class Runtime:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _refuse_other_model(store: Store, identity: str) -> None:
+    labels = store.labels()
+    if labels and not any(label.startswith(identity) for label in labels):
+        raise ConfigError(
+            f"the store was made for another model ({labels[0][:20]}...); give this one another "
+            "store, or let them share it with --share (share=True)"
+        )
 
 
 def _pool(

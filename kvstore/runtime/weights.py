@@ -143,7 +143,9 @@ def read_json(path: Path) -> dict[str, object]:
             data = file.read(JSON_BYTES_MAX + 1)
         value = json.loads(data) if len(data) <= JSON_BYTES_MAX else None
     except OSError as error:
-        raise ConfigError(f"Cannot read {path}: {error.strerror}.") from error
+        raise ConfigError(
+            f"Cannot read {path}: {error.strerror}; give a GGUF file or a model's folder."
+        ) from error
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON; fetch the model again.") from error
     if not isinstance(value, dict):
@@ -175,6 +177,8 @@ def _digest(paths: list[Path]) -> bytes:
                 while count := file.readinto(buffer):
                     part.update(buffer[:count])
         except OSError as error:
-            raise ConfigError(f"Cannot read model file {path}: {error.strerror}.") from error
+            raise ConfigError(
+                f"Cannot read model file {path}: {error.strerror}; fetch it again."
+            ) from error
         total.update(part.digest())
     return total.digest()

@@ -106,19 +106,24 @@ def test_settings_come_from_a_file(
     assert stats["tiers"]["disk"]["capacity_bytes"] == 64 << 20
 
 
-def test_a_store_made_for_another_model_gives_no_hits_and_keeps_what_it_has(
+def test_a_store_made_for_another_model_is_refused_or_shared_and_keeps_what_it_has(
     model: Path, prompt: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     other = write_chat_model(tmp_path / "other", seed=1)
     store = ("--store", tmp_path / "kv", "--json")
-    for path, dtype, hits in [
-        (model, "float32", False),
-        (other, "float32", False),
-        (model, "bfloat16", False),
-        (model, "float32", True),
-        (other, "float32", True),
+    for path, dtype, share, hits in [
+        (model, "float32", (), False),
+        (other, "float32", ("--share",), False),
+        (model, "bfloat16", ("--share",), False),
+        (model, "float32", (), True),
+        (other, "float32", (), True),
     ]:
-        ran = here(capsys, arguments(path, prompt, *store, "--dtype", dtype))
+        options = (*store, "--dtype", dtype)
+        if share:
+            refused = here(capsys, arguments(path, prompt, *options))
+            assert refused.code == 2
+            assert "another" in refused.err and len(refused.err.strip().splitlines()) == 1
+        ran = here(capsys, arguments(path, prompt, *options, *share))
         assert ran.code == 0, ran.err
         assert (ran.document["reused_tokens"] > 0) == hits
 

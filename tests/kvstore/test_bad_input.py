@@ -267,8 +267,10 @@ def test_pages_of_another_layout_than_the_namespace(home: Path) -> None:
 
 def test_a_model_of_another_layout_finds_nothing_and_harms_nothing(home: Path) -> None:
     """The same model in another dtype, as after "auto" resolved to something else."""
+    layout = small_layout(BLOCK, dtype="bfloat16")
     with open_store(home, **SIZES) as store:
-        other = Engine(store.namespace(small_layout(BLOCK, dtype="bfloat16"), model="m"), 16)
+        refused(lambda: store.namespace(layout, model="m"), LayoutError, "bfloat16", "mixed=True")
+        other = Engine(store.namespace(layout, model="m", mixed=True), 16)
         with other.space.sequence(TOKENS).lookup() as ticket:
             assert ticket.tokens == 0
         assert other.save(TOKENS)[1].saved == BLOCKS

@@ -118,7 +118,7 @@ OTHERS: list[dict[str, Any]] = [
     {"adapter": "german@1"},
     {"adapter": ""},
     {"model": "sha256:other"},
-    {"layout": small_layout(BLOCK, dtype="bfloat16")},
+    {"layout": small_layout(BLOCK, dtype="bfloat16"), "mixed": True},
     {"shards": 2},
     {"attributes": {"rope_theta": "1000"}},
 ]

@@ -1,5 +1,6 @@
 """Write-back: what is saved gets to disk, and a disk that takes nothing costs nothing else."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -154,3 +155,11 @@ def test_a_load_that_finds_no_room_has_room_made_for_it(tmp_path: Path) -> None:
         for ticket in tickets:
             ticket.release()
         assert_at_rest(store)
+
+
+def test_an_idle_store_takes_no_processor(tmp_path: Path) -> None:
+    """Two idle writers once woke each other for ever, and the engine's threads waited for them."""
+    with open_store(tmp_path / "s", host="8MiB", disk_capacity="32MiB"):
+        began = time.process_time()
+        time.sleep(1.0)
+        assert time.process_time() - began < 0.25

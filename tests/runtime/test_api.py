@@ -60,7 +60,13 @@ def test_models_dtypes_and_salts_do_not_share_blocks(path: Path, tmp_path: Path)
 
         def reused(model: Path, dtype: str = "float32", salt: bytes = b"") -> int:
             fresh = Runtime.load(
-                model, store=store, dtype=dtype, salt=salt, kv_memory="8MiB", threads=1
+                model,
+                store=store,
+                dtype=dtype,
+                salt=salt,
+                kv_memory="8MiB",
+                threads=1,
+                share=True,
             )
             fresh.engine.planner.eager = True
             answer = fresh.generate(TEXT, max_tokens=1)

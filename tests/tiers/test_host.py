@@ -19,7 +19,7 @@ from kvstore.native import build
 from kvstore.tiers.errors import ClosedError
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.io import FileIo
-from kvstore.tiers.record import ALIGN, RecordFormat, align_up
+from kvstore.tiers.record import ALIGN, RecordFormat
 
 MIB = 1 << 20
 STORE = bytes(range(16))
@@ -391,12 +391,6 @@ def test_what_was_published_when_the_owner_stood_still_is_all_found(tmp_path: Pa
     assert sorted(blocks) == list(range(30))
     assert all(holds(heir, slot, number, record) for number, (slot, record) in blocks.items())
     heir.close(keep=False)
-
-
-def test_slots_of_one_class_are_sizes_of_whole_pages() -> None:
-    for record in (SMALL, SMALL_TOO, LARGE):
-        assert record.slot_bytes == record.header_bytes + align_up(record.payload_bytes)
-        assert record.slot_bytes % ALIGN == 0
 
 
 if __name__ == "__main__":
