@@ -25,7 +25,7 @@ from kvstore.tiers.base import MissReason, TierName
 
 LOG = logging.getLogger(__name__)
 LOADER_THREADS = 4
-STEP_BYTES = 1 << 20  # A copy of less is not worth telling anyone.
+STEP_BYTES = 8 << 20  # A copy of less is not worth telling anyone.
 Longs = npt.NDArray[np.int64]
 
 

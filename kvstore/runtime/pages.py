@@ -72,10 +72,11 @@ class PagePool:
         self.pages = pages
         self.page_tokens = page_tokens
         shape = (layers, 2, pages, page_tokens, kv_heads, head_dim)
+        size = pages * self.layout.payload_bytes
         try:
-            storage = torch.empty(shape, dtype=dtype)
-        except RuntimeError:
-            size = pages * self.layout.payload_bytes
+            # NumPy asks the system for large pages of memory, which torch does not.
+            storage = torch.from_numpy(np.empty(size, np.uint8)).view(dtype).view(shape)
+        except MemoryError:
             raise ConfigError(f"no memory for {size >> 20} MiB of pages; lower pages=") from None
         storage.zero_()  # also touches every page of memory now, not inside somebody's request
         self.keys: list[Tensor] = [storage[layer, 0] for layer in range(layers)]

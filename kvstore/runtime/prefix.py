@@ -38,6 +38,10 @@ class Prefixes:
         self._pool = pool
         self._store_pool = store_pool
         self._planner = planner
+        # Attention over layer 0 may start while layer 1 is on its way, where somebody else moves it.
+        # Pages in host memory are filled by the very cores that compute: there the step waits for
+        # the whole load, for a step that is interrupted costs more than the copy.
+        self._start_at = 0 if pool.keys[0].is_cuda else len(pool.keys) - 1
 
     def begin(self, request: Request) -> None:
         """Start what is worth loading beyond `request.computed`; now it is LOADING or RUNNING."""
@@ -79,7 +83,7 @@ class Prefixes:
             if request.probing:
                 load.result(timeout_s)
             else:
-                request.computed = max(request.sound, load.wait_layer(0, timeout_s))
+                request.computed = max(request.sound, load.wait_layer(self._start_at, timeout_s))
         except TimeoutError:
             return False
         request.state = State.RUNNING
