@@ -3,7 +3,8 @@
 Prompts of 2,000 tokens of which 1,920 are shared, on SmolLM2-135M. One process computes and saves
 --documents documents; a fresh one asks for each of them, interleaved: from disk (its first touch
 after the restart), from host memory (device pages dropped), from the device, and beside them the
-same 80 tokens through the model alone, a memcpy and a plain O_DIRECT read of the same bytes.
+same 80 tokens through the model alone, a memcpy, and a plain O_DIRECT read of as many bytes of a
+file beside the store, which nobody read before either.
 
 Bars: TTFT(device) at most 1.10 x the model alone; TTFT(host) - TTFT(device) at most 1.5 x memcpy +
 5 ms; TTFT(disk) - TTFT(device) at most 1.3 x the read + 8 ms; cold over hit at least 13 / 12 / 10
@@ -68,8 +69,10 @@ def fill(directory: Path, dtype: str, threads: int, documents: int) -> dict[str,
     """Compute and save every document; each is cold."""
     store, runtime = open_runtime(directory, dtype, threads)
     cold = [ask(runtime, document(n), n).ttft_s for n in range(documents)]
+    size = SHARED * runtime.engine.pool.layout.payload_bytes // 16
     runtime.close()
     store.close()
+    write_plain(directory.with_name("plain"), size, documents + 1)
     return {"cold": cold}
 
 
@@ -78,8 +81,10 @@ def measure(directory: Path, dtype: str, threads: int, documents: int) -> dict[s
     times: dict[str, list[float]] = {}
     alone = model_alone(runtime)
     size = SHARED * runtime.engine.pool.layout.payload_bytes // 16
-    copy, read = memcpy(size), plain_read(directory, size, runtime.engine.pool.layout.payload_bytes)
-    read()
+    copy = memcpy(size)
+    plain = directory.with_name("plain")
+    read = plain_read(plain, size, runtime.engine.pool.layout.payload_bytes)
+    read(documents)
 
     def note(kind: str, seconds: float) -> None:
         times.setdefault(kind, []).append(seconds)
@@ -91,7 +96,11 @@ def measure(directory: Path, dtype: str, threads: int, documents: int) -> dict[s
             answer = ask(runtime, document(number), 1000 * order + number)
             served = {str(tier): tokens for tier, tokens in answer.tier_tokens.items()}
             note(kind if served[kind] == SHARED else f"{kind}, not whole", answer.ttft_s)
-        for kind, call in (("model alone", alone), ("memcpy", copy), ("read", read)):
+        for kind, call in (
+            ("model alone", alone),
+            ("memcpy", copy),
+            ("read", lambda number=number: read(number)),
+        ):
             began = time.perf_counter()
             call()
             note(kind, time.perf_counter() - began)
@@ -134,23 +143,28 @@ def memcpy(size: int) -> Callable[[], None]:
     return call
 
 
-def plain_read(directory: Path, size: int, block_bytes: int) -> Callable[[], None]:
-    """O_DIRECT reads of blocks at random places of the segments, by READ_THREADS threads."""
+def write_plain(path: Path, size: int, documents: int) -> None:
+    """As many bytes as the documents have, beside the store: for reads that nobody did before."""
     io, random = FileIo(), np.random.default_rng(3)
-    block = -(-block_bytes // 4096) * 4096
-    files = [
-        (fd := io.open(path, direct=True), io.size(fd) // block)
-        for path in sorted((directory / "disk0").glob("*.seg"))
-    ]
+    fd, buffer = io.open(path, create=True, write=True, direct=True), aligned_buffer(1 << 22)
+    np.frombuffer(buffer, np.uint8)[:] = random.integers(0, 256, len(buffer), dtype=np.uint8)
+    for at in range(0, size * documents, len(buffer)):
+        np.frombuffer(buffer, np.int64)[:1] = at
+        io.pwrite(fd, buffer, at)
+    io.fdatasync(fd)
+    io.close(fd)
+
+
+def plain_read(path: Path, size: int, block_bytes: int) -> Callable[[int], None]:
+    """O_DIRECT reads of one document's bytes by READ_THREADS threads, in blocks."""
+    io = FileIo()
+    block, fd = -(-block_bytes // 4096) * 4096, io.open(path, direct=True)
     pool, count = ThreadPoolExecutor(READ_THREADS), size // block_bytes
     buffers = [aligned_buffer(block) for _ in range(count)]
 
-    def one(number: int) -> None:
-        fd, blocks = files[int(random.integers(len(files)))]
-        io.pread(fd, buffers[number], int(random.integers(blocks)) * block)
-
-    def call() -> None:
-        list(pool.map(one, range(count)))
+    def call(document: int) -> None:
+        start = document * (size // 4096) * 4096
+        list(pool.map(lambda n: io.pread(fd, buffers[n], start + n * block), range(count)))
 
     return call
 

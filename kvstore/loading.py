@@ -130,10 +130,10 @@ class Load:
             if block < self.limit:
                 self.limit, self.reason = block, reason
 
-    def flight_ended(self) -> None:
-        """One of the blocks that flights copy has been copied, or has failed."""
+    def flights_ended(self, blocks: int) -> None:
+        """So many of the blocks that flights copy have been copied, or have failed."""
         with self._changed:
-            self.pending -= 1
+            self.pending -= blocks
             if self.pending == 0:
                 self._changed.notify_all()
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 WAVE_BLOCKS = 128
+COPY_BLOCKS = 16  # copied at a time, as they land
 WAIT_S = 0.05
 WAITS_MAX = 200
 
@@ -41,6 +42,7 @@ class Flight:
     reserved: bool
     waiters: list[tuple["Load", int]] = field(default_factory=list)
     fault: MissReason | None = None
+    served: int = 0  # of the waiters
     landed: bool = False
 
 
@@ -114,57 +116,78 @@ class Reads:
         return own, end
 
     def _fly(self, load: "Load", own: list[Flight]) -> None:
-        """Read, check and copy the flights, in parallel; then publish them, root first."""
-        list(self._disks.map(lambda flight: self._one(load, flight), own))
-        read = [flight for flight in own if flight.reserved]
+        """Read and check the flights in parallel, copy them as they land, then publish them."""
+        reading = [self._disks.submit(self._read, load, flight) for flight in own]
+        for first in range(0, len(own), COPY_BLOCKS):
+            last = first + COPY_BLOCKS
+            for read in reading[first:last]:
+                read.result()
+            self._serve(own[first:last])
+        read_now = [flight for flight in own if flight.reserved]
         with self._placement.lock:
-            for flight in read:
+            for flight in read_now:
                 del self._flights[flight.row]
             self._placement.publish_reads(
-                np.array([f.row for f in read], np.int32),
-                np.array([f.host_slot for f in read], np.int64),
-                np.array([f.fault is None for f in read], bool),
+                np.array([f.row for f in read_now], np.int32),
+                np.array([f.host_slot for f in read_now], np.int64),
+                np.array([f.fault is None for f in read_now], bool),
             )
             self._wave_ended.notify_all()
 
-    def _one(self, load: "Load", flight: Flight) -> None:
-        """Read and check one block, then copy it for everyone who waits."""
+    def _read(self, load: "Load", flight: Flight) -> None:
+        """Read and check one block. On a disk thread, which does nothing but this."""
         placement = self._placement
-        if flight.reserved:
-            block = load.skip + flight.waiters[0][1]
-            try:
-                flight.fault = read_block(
-                    placement,
-                    load.ticket.sequence,
-                    block,
-                    flight.row,
-                    flight.disk_slot,
-                    flight.host_slot,
-                )
-            except Exception:
-                # Whoever waits for this flight must hear of its end.
-                LOG.exception("a read failed")
-                flight.fault = MissReason.IO_ERROR
-            if flight.fault is not None:
-                placement.drop_bad(flight.row, TierName.DISK)
-        copied = 0
-        while True:
-            with placement.lock:
-                # Loads may join while others are being served.
-                waiting = flight.waiters[copied:]
-                if not waiting:
-                    flight.landed = True
-                    return
-            for waiter, block in waiting:
-                self._deliver(flight, waiter, block)
-            copied += len(waiting)
-
-    def _deliver(self, flight: Flight, load: "Load", block: int) -> None:
+        if not flight.reserved:
+            return
+        block = load.skip + flight.waiters[0][1]
+        try:
+            flight.fault = read_block(
+                placement,
+                load.ticket.sequence,
+                block,
+                flight.row,
+                flight.disk_slot,
+                flight.host_slot,
+            )
+        except Exception:
+            # Whoever waits for this flight must hear of its end.
+            LOG.exception("a read failed")
+            flight.fault = MissReason.IO_ERROR
         if flight.fault is not None:
-            load.cut(block, flight.fault)
-        elif block < load.limit:
-            record = load.ticket.sequence.space.record
-            slots = np.array([flight.host_slot], np.int64)
-            payload = self._placement.host.payload_addresses(slots, record.header_bytes)
-            load.copy(block, payload, (0, None))
-        load.flight_ended()
+            placement.drop_bad(flight.row, TierName.DISK)
+
+    def _serve(self, flights: list[Flight]) -> None:
+        """Copy blocks that were read for everyone who waits; others may join meanwhile."""
+        while True:
+            waiting: dict[Load, list[tuple[int, Flight]]] = {}
+            with self._placement.lock:
+                for flight in flights:
+                    for load, block in flight.waiters[flight.served :]:
+                        waiting.setdefault(load, []).append((block, flight))
+                    flight.served = len(flight.waiters)
+                if not waiting:
+                    for flight in flights:
+                        flight.landed = True
+                    return
+            for load, blocks in waiting.items():
+                try:
+                    self._deliver(load, sorted(blocks, key=lambda pair: pair[0]))
+                finally:
+                    load.flights_ended(len(blocks))
+
+    def _deliver(self, load: "Load", blocks: list[tuple[int, Flight]]) -> None:
+        """Copy good blocks into a load's pages, blocks that follow one another in one call."""
+        header_bytes = load.ticket.sequence.space.record.header_bytes
+        first, slots = 0, list[int]()
+        for block, flight in [*blocks, (-1, None)]:
+            if slots and (
+                flight is None or flight.fault is not None or block != first + len(slots)
+            ):
+                payloads = self._placement.host.payload_addresses(np.array(slots), header_bytes)
+                load.copy(first, payloads, (0, None))
+                slots.clear()
+            if flight is not None and flight.fault is not None:
+                load.cut(block, flight.fault)
+            elif flight is not None and block < load.limit:
+                first = first if slots else block
+                slots.append(flight.host_slot)

@@ -141,6 +141,14 @@ class Arena:
                 worker.join()
         return sum(done) == self.segments
 
+    def populate_segment(self, segment: int) -> bool:
+        """Take a segment's memory and touch its pages. Blocks, with the GIL released.
+
+        Returns: True, or False when memory ran out or the arena is closing.
+        """
+        with self._populating:
+            return not self._stop.is_set() and self.commit(segment) and self._touch_one(segment)
+
     def close(self, keep: bool) -> None:
         """End the ownership. keep: leave a persistent arena to the next owner, marked as clean.
 
@@ -203,14 +211,18 @@ class Arena:
         """Populate every stride-th segment; adds how many are complete to `done`."""
         whole = 0
         for segment in range(first, self.segments, stride):
-            start = self.address + self.segments_at + segment * self.segment_bytes
-            for at in range(0, self.segment_bytes, POPULATE_STEP_BYTES):
-                size = min(POPULATE_STEP_BYTES, self.segment_bytes - at)
-                if self._stop.is_set() or _libc.madvise(start + at, size, MADV_POPULATE_WRITE):
-                    done.append(whole)
-                    return
+            if not self._touch_one(segment):
+                break
             whole += 1
         done.append(whole)
+
+    def _touch_one(self, segment: int) -> bool:
+        start = self.address + self.segments_at + segment * self.segment_bytes
+        for at in range(0, self.segment_bytes, POPULATE_STEP_BYTES):
+            size = min(POPULATE_STEP_BYTES, self.segment_bytes - at)
+            if self._stop.is_set() or _libc.madvise(start + at, size, MADV_POPULATE_WRITE):
+                return False
+        return True
 
     def _close_files(self) -> None:
         self._io.close(self.fd)

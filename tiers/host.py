@@ -19,6 +19,7 @@ from kvstore.tiers.host_scan import MAGIC_WORD, FoundRecords, find_records, merg
 from kvstore.tiers.io import FileIo
 from kvstore.tiers.record import Bytes
 from kvstore.tiers.slab import Slab, Slots
+from kvstore.tiers.touch_ahead import TouchAhead
 
 
 class HostTier:
@@ -53,6 +54,8 @@ class HostTier:
         self._words = self._bytes.view(np.uint64)
         taken_over = self.arena.start is ArenaStart.TAKEN_OVER
         self._scanned = not taken_over
+        self._touch_ahead = TouchAhead(self.arena)
+        self._touch_ahead.in_use(0)
         # Segments that may hold old bytes where slots of another class would have their magic.
         self._used = np.full(self.arena.segments, taken_over, np.bool_)
 
@@ -188,6 +191,7 @@ class HostTier:
 
     def close(self, keep: bool) -> None:
         """End: `keep` leaves a persistent arena to the next owner, else its file is removed."""
+        self._touch_ahead.close()
         if not self.arena.closed:
             del self._words, self._bytes
             self.arena.close(keep)
@@ -203,6 +207,7 @@ class HostTier:
             self.slab.unassign(segment)
             return False
         self._begin_class(segment, slot_bytes)
+        self._touch_ahead.in_use(segment + 1)
         return True
 
     def _begin_class(self, segment: int, slot_bytes: int) -> None:

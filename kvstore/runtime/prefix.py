@@ -38,7 +38,7 @@ class Prefixes:
         self._pool = pool
         self._store_pool = store_pool
         self._planner = planner
-        # Attention over layer 0 may start while layer 1 is on its way, where somebody else moves it.
+        # Attention over layer 0 may start while layer 1 is on its way, if somebody else moves it.
         # Pages in host memory are filled by the very cores that compute: there the step waits for
         # the whole load, for a step that is interrupted costs more than the copy.
         self._start_at = 0 if pool.keys[0].is_cuda else len(pool.keys) - 1
