@@ -211,6 +211,8 @@ class Placement:
 
     def mark_dirty_first(self, rows: Ints) -> None:
         """Put rows back at the head of the queue."""
+        if not len(rows):
+            return
         self.dirty.appendleft(Dirty(rows, self.index.generations(rows), 0.0))
 
     # --- slots of host memory

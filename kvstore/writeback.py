@@ -1,8 +1,8 @@
 """Write-back: what host memory alone holds goes to disk in the background, root-first, in groups.
 
 A group is up to GROUP_BLOCKS blocks of one namespace. While one group is committed the next is
-written. When the disk is full, colder blocks give way: their removal rides on a group's commit, and
-a reserve of free slots keeps the next group from waiting for it. A block that is colder than all
+written. When the disk is full, colder blocks give way: their removal rides on the next commit, and
+a reserve of free slots keeps groups from waiting for it. A block that is colder than all
 that it would displace is not written.
 """
 
@@ -25,7 +25,8 @@ from kvstore.tiers.disk_outcomes import WriteFailed, WriteFault, Written
 
 LOG = logging.getLogger(__name__)
 GROUP_BLOCKS = 64
-RESERVE_BLOCKS = 2 * GROUP_BLOCKS
+RESERVE_BLOCKS = 3 * GROUP_BLOCKS  # One being written, one being committed, one to come.
+PROBE_BLOCKS = 8  # What may be evicted for a write while writes fail.
 WRITERS = 2
 CHECK_S = 0.25
 RETRY_S = 1.0
@@ -179,12 +180,12 @@ class Writer:
 
     # --- room
 
-    def _room(self, group: Group) -> tuple[Longs, Longs]:
-        """Slots for as much of a group as has room, and slots whose removal rides along."""
+    def _room(self, group: Group) -> Longs:
+        """Slots for as much of a group as has room. Blocks are evicted only for want of a slot."""
         record, count = group.space.record, len(group.rows)
         near = self._near(group)
         slots = NO_SLOTS
-        for _ in range(ROOM_TRIES):
+        for tries in range(ROOM_TRIES):
             more = self._disk.reserve(
                 record.slot_bytes,
                 count - len(slots),
@@ -193,21 +194,26 @@ class Writer:
             )
             slots = np.concatenate([slots, more])
             short = count - len(slots)
-            want = short
-            if not self._disk.has_room(record.slot_bytes):
-                spare = self._disk.free(record.slot_bytes) + self._disk.removing()
-                want += max(0, RESERVE_BLOCKS - spare)
-            if want == 0:
+            if short == 0 or (tries and len(slots)):
                 break
-            leaving = self._evict_for(group, want)
-            if not short:
-                return slots, leaving
+            leaving = self._evict_for(group, short)
             if not len(leaving) and not self._steal_segment(record.slot_bytes):
                 break
             self._disk.remove(leaving)
             if self._disk.flush_removals() is not None:
                 break
-        return slots, NO_SLOTS
+        return slots
+
+    def _refill_reserve(self, group: Group) -> None:
+        """After a group was written: let colder blocks give way, so that the next finds slots.
+
+        Their removal rides on the next commit. Nothing is given up for a write that may fail.
+        """
+        slot_bytes = group.space.record.slot_bytes
+        if not self._disk.has_room(slot_bytes):
+            spare = self._disk.free(slot_bytes) + self._disk.removing()
+            if spare < RESERVE_BLOCKS:
+                self._disk.remove(self._evict_for(group, RESERVE_BLOCKS - spare))
 
     def _near(self, group: Group) -> int | None:
         """A slot of the group's chain, so that a chain stays on one device."""
@@ -221,8 +227,10 @@ class Writer:
         with placement.lock:
             index = placement.index
             placement.expire_leases()
-            # A small disk keeps a small reserve: never more than a quarter of its blocks.
-            count = min(count, max(len(group.rows), index.blocks(TierName.DISK) // 4))
+            # Never more than a quarter of what is there at once: the write may fail yet.
+            count = min(count, max(1, index.blocks(TierName.DISK) // 4))
+            if placement.writes_fail:
+                count = min(count, PROBE_BLOCKS)
             rows = self._evict.coldest(count, slot_bytes=group.space.record.slot_bytes)
             rows = rows[index.rows.age[rows] < group.age]
             left = index.clear(TierName.DISK, rows)
@@ -249,14 +257,12 @@ class Writer:
     # --- writing
 
     def _write(self, group: Group) -> None:
-        slots, leaving = NO_SLOTS, NO_SLOTS
+        slots = NO_SLOTS
         outcome: Written | WriteFailed | None = None
         try:
-            slots, leaving = self._room(group)
+            slots = self._room(group)
             if len(slots):
-                outcome = self._write_records(group, slots, leaving)
-            else:
-                self._disk.remove(leaving)
+                outcome = self._write_records(group, slots)
         except Exception:
             # The groups after this one wait for its turn to end, and so do flush and close.
             LOG.exception("a group was not written")
@@ -268,8 +274,10 @@ class Writer:
             self._settle(group, slots, outcome)
             self._settled += 1
             self._changed.notify_all()
+        if isinstance(outcome, Written):
+            self._refill_reserve(group)
 
-    def _write_records(self, group: Group, slots: Longs, leaving: Longs) -> Written | WriteFailed:
+    def _write_records(self, group: Group, slots: Longs) -> Written | WriteFailed:
         placement, record = self._placement, group.space.record
         rows = group.rows[: len(slots)]
         host = placement.index.slots(TierName.HOST, rows).tolist()
@@ -277,7 +285,7 @@ class Writer:
         records = [placement.host.record_view(slot, record.slot_bytes) for slot in host]
         number = placement.disk_namespace(group.space)
         journal: Rows = rows_of(record, headers, slots, number, self._disk.per)
-        return self._disk.write_group(slots, records, journal, leaving)
+        return self._disk.write_group(slots, records, journal)
 
     def _settle(self, group: Group, slots: Longs, outcome: Written | WriteFailed | None) -> None:
         """Publish a group that was written, or put it aside. Under the lock."""
@@ -286,6 +294,7 @@ class Writer:
             placed = placement.index.place(TierName.DISK, rows, slots)
             self._disk.remove(slots[~placed])
             self._again(rows[~placed])  # Their parents' group failed.
+            placement.mark_dirty_first(group.rows[len(slots) :])  # There was room for a part.
             self._failures, placement.writes_fail = 0, False
             placement.counters.add("written_blocks", int(placed.sum()))
             placement.counters.add("written_bytes", outcome.bytes)
