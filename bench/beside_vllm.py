@@ -41,7 +41,7 @@ class Vllm:
         }
         script = str(Path(__file__).with_name("vllm_side.py"))
         self._process = subprocess.Popen(
-            [python, script, model, dtype],
+            [python, "-P", script, model, dtype],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -111,7 +111,7 @@ def cases(sides: dict[str, Any], rounds: int) -> dict[str, dict[str, list[float]
             over = side.seconds([shared + prompt(fresh + 2, 80)], 1)
             decode = {}
             for batch, context in ((1, 128), (1, 1000), (8, 128), (8, 1000)):
-                asked = [prompt(fresh + 10 + n + context, context) for n in range(batch)]
+                asked = [prompt(10 + n + context, context) for n in range(batch)]
                 side.seconds(asked, 1)
                 first = side.seconds(asked, 1)
                 decode[batch, context] = side.seconds(asked, DECODED + 1) - first

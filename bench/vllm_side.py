@@ -1,6 +1,6 @@
 """vLLM's side of bench.beside_vllm: runs under vLLM's own Python, answers one JSON line for each.
 
-usage: PYTHON_WITH_VLLM vllm_side.py MODEL_DIRECTORY DTYPE
+usage: PYTHON_WITH_VLLM -P vllm_side.py MODEL_DIRECTORY DTYPE   (-P: bench/copy.py is not `copy`)
 Asks on stdin: {"prompts": [[ids], ...], "max_tokens": n}; answers on stdout: {"seconds": s}.
 """
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvstore.loading import LoadResult
     from kvstore.tiers.disk import DiskTier
 
-NO_ROWS = np.zeros(0, np.int32)
+EVICT_BLOCKS = 32  # at a time, from a host tier of many blocks
 
 
 @dataclass(frozen=True)
@@ -238,6 +238,8 @@ class Placement:
         """Evict blocks of this slot size, or take a segment from another size. Returns success."""
         self.expire_leases()
         clean = self._only_clean()
+        # A few more than are needed, of many: choosing costs the same for one and for thirty.
+        count = max(count, min(EVICT_BLOCKS, self.index.blocks(TierName.HOST) // 64))
         rows = self._evict_host.coldest(count, slot_bytes=slot_bytes, clean_only=clean)
         left = self.index.clear(TierName.HOST, rows)
         if len(left.rows):
