@@ -94,7 +94,9 @@ def prompt(seed: int, tokens: int) -> list[int]:
     return ids
 
 
-def cases(sides: dict[str, Any], rounds: int) -> dict[str, dict[str, list[float]]]:
+def cases(
+    sides: dict[str, Any], rounds: int, batches: list[int]
+) -> dict[str, dict[str, list[float]]]:
     """Seconds of each case for each side, taken in turn."""
     times: dict[str, dict[str, list[float]]] = {}
     shared = prompt(7, 1920)
@@ -110,7 +112,7 @@ def cases(sides: dict[str, Any], rounds: int) -> dict[str, dict[str, list[float]
             side.seconds([shared + prompt(fresh + 1, 80)], 1)
             over = side.seconds([shared + prompt(fresh + 2, 80)], 1)
             decode = {}
-            for batch, context in ((1, 128), (1, 1000), (8, 128), (8, 1000)):
+            for batch, context in ((b, c) for b in batches for c in (128, 1000)):
                 asked = [prompt(10 + n + context, context) for n in range(batch)]
                 side.seconds(asked, 1)
                 first = side.seconds(asked, 1)
@@ -132,6 +134,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8], help="of decode")
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     arguments = parser.parse_args()
     report = []
@@ -143,7 +146,7 @@ def main() -> None:
                 "ours": Ours(dtype, threads),
                 "vllm": Vllm(arguments.vllm_python, model, dtype, threads),
             }
-            for case, seconds in cases(sides, arguments.rounds).items():
+            for case, seconds in cases(sides, arguments.rounds, arguments.batches).items():
                 ratios = [a / b for a, b in zip(seconds["ours"], seconds["vllm"], strict=True)]
                 speed = case.startswith("decode")
                 row = {
