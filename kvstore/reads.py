@@ -170,8 +170,13 @@ class Reads:
                         flight.landed = True
                     return
             for load, blocks in waiting.items():
+                blocks.sort(key=lambda pair: pair[0])
                 try:
-                    self._deliver(load, sorted(blocks, key=lambda pair: pair[0]))
+                    self._deliver(load, blocks)
+                except Exception:
+                    # One load's pages must not keep the others, nor the wave's slots, waiting.
+                    LOG.exception("a copy failed")
+                    load.cut(blocks[0][0], MissReason.IO_ERROR)
                 finally:
                     load.flights_ended(len(blocks))
 
