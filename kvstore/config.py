@@ -7,7 +7,7 @@ environment.
 import difflib
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +243,3 @@ def _unknown(what: str, name: str, known: Mapping[str, Any]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(known))}"
     return f"{what} {name!r} is unknown; {hint}"
-
-
-FIELD_NAMES = tuple(field.name for field in fields(Config))

@@ -23,13 +23,11 @@ from kvstore.saving import Save, Saver
 from kvstore.sequence import Sequence
 from kvstore.space import Space
 from kvstore.ticket import Lease, Ticket
-from kvstore.tiers.base import MissReason, SaveDrop, TierName
+from kvstore.tiers.base import MissReason, TierName
 from kvstore.tiers.errors import ClosedError, LayoutError, TokenError
 from kvstore.tiers.io import FileIo
 from kvstore.tiers.layout import Layout
 from kvstore.writeback import Writer
-
-SAVE_DROPS = SaveDrop
 
 
 def open(
