@@ -11,6 +11,7 @@ from kvstore.placement import Placement
 from kvstore.sequence import Sequence
 from kvstore.tiers.base import MissReason
 from kvstore.tiers.disk_outcomes import BadRun, IoFault
+from kvstore.tiers.failpoints import planted
 from kvstore.tiers.record import HeaderFault
 
 NO_MEDIA = bytes(32)
@@ -45,7 +46,10 @@ def check_host(
         return MissReason.CHECKSUM if fault is HeaderFault.CHECKSUM else MissReason.HEADER
     payload = view[record.header_bytes : record.header_bytes + record.payload_bytes]
     sums = np.ascontiguousarray(record.checksums(header[None])[0])
-    if verify_runs(payload, layout.run_offsets, layout.run_lengths, sums) >= 0:
+    if (
+        not planted("skip_checksum")
+        and verify_runs(payload, layout.run_offsets, layout.run_lengths, sums) >= 0
+    ):
         return MissReason.CHECKSUM
     return _check_identity(placement, sequence, block, row, header)
 

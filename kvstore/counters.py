@@ -10,7 +10,6 @@ Gauges (`*_bytes`, `*_blocks` of a tier) are the owner's last word; they mean no
 import mmap
 import struct
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -120,9 +119,11 @@ class Counters:
         """All counters by name."""
         return {name: int(value) for name, value in zip(NAMES, self._values, strict=True)}
 
-    def next_boot(self) -> int:
-        """A number larger than every earlier owner's, even where this file was lost: 30 bits."""
-        boot = max(self.get("boot") + 1, int(time.time()) - EPOCH_S)
+    def next_boot(self, now_s: float) -> int:
+        """A number larger than every earlier owner's, even where this file was lost: 30 bits.
+
+        now_s: seconds since 1970."""
+        boot = max(self.get("boot") + 1, int(now_s) - EPOCH_S)
         self.set("boot", boot)
         return boot
 

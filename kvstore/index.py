@@ -32,6 +32,7 @@ from kvstore.outcomes import Found, Left, Published
 from kvstore.rows import HIDDEN, MEDIA, NONE, ROWS_MAX, Ints, Longs, Rows, span
 from kvstore.tiers.base import MissReason, SaveDrop, TierName
 from kvstore.tiers.errors import TokenError
+from kvstore.tiers.failpoints import planted
 from kvstore.tombstones import Tombstones
 from kvstore.uses import Uses
 
@@ -300,7 +301,8 @@ class Index:
         Returns: Left: all rows that left, and their slots (-1 where one is still used).
         """
         number = self._number[tier]
-        return self._leave(number, descendants(self.rows, number, rows), reason)
+        below = rows if planted("keep_children") else descendants(self.rows, number, rows)
+        return self._leave(number, below, reason)
 
     def drop_space(
         self, space: int, tier: TierName, reason: MissReason = MissReason.INVALIDATED

@@ -8,7 +8,6 @@ and kept in host memory where their parent is there too.
 import logging
 import queue
 import threading
-import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -71,7 +70,8 @@ class Load:
         self.from_disk = np.zeros(len(rows), bool)
         self.cancelled = False
         self.pending = 0  # blocks of this load that flights will still copy
-        self.started = time.perf_counter()
+        self.started_s = 0.0  # on the store's clock
+        self.held = True  # `rows` are held until it ends
         self._changed = threading.Condition()
         self._layers = 0
         self._result: LoadResult | None = None
@@ -260,7 +260,8 @@ class Loader:
         """End a load: give its holds back, count it, and publish its result."""
         placement = self._placement
         with placement.lock:
-            placement.unhold(load.rows)
+            if load.held:
+                placement.unhold(load.rows)
         disk = int(load.from_disk[: load.limit].sum())
         blocks = {TierName.HOST: load.limit - disk, TierName.DISK: disk}
         layout = load.pool.layout
@@ -269,7 +270,7 @@ class Loader:
             by_tier={tier: count * layout.block_tokens for tier, count in blocks.items()},
             bytes_by_tier={tier: count * layout.payload_bytes for tier, count in blocks.items()},
             reason=load.reason,
-            seconds=time.perf_counter() - load.started,
+            seconds=placement.clock.monotonic() - load.started_s,
         )
         placement.count_load(load.ticket.sequence, load.skip, load.from_disk[: load.limit], result)
         if load.reason is not None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from kvstore.clock import Clock
 from kvstore.config import Config, segment_bytes, with_defaults
 from kvstore.counters import Counters
 from kvstore.home import OVERHEAD_BYTES, STORE_FILE, Home, StoreFacts, new_store_id, sentence
@@ -66,7 +67,7 @@ class Opened:
             self.home.close()
 
 
-def open_parts(config: Config, io: FileIo) -> Opened:
+def open_parts(config: Config, io: FileIo, clock: Clock) -> Opened:
     """Open or make a store. Nothing stays open, and nothing was lost, when this raises."""
     with ExitStack() as undo:
         home, facts = None, None
@@ -82,7 +83,7 @@ def open_parts(config: Config, io: FileIo) -> Opened:
         undo.callback(disks.shutdown)
         counters = _counters(home, io)
         undo.callback(counters.close)
-        boot = counters.next_boot()
+        boot = counters.next_boot(clock.time())
         host = HostTier(
             config.host_capacity_bytes,
             segment_bytes(config.host_capacity_bytes),
@@ -101,8 +102,8 @@ def open_parts(config: Config, io: FileIo) -> Opened:
         tiers = (TierName.HOST, TierName.DISK) if disk else (TierName.HOST,)
         rows = (config.host_capacity_bytes + config.disk_capacity_bytes) // SLOT_TYPICAL_BYTES
         index = Index(tiers, rows_expected=min(max(rows, 1024), ROWS_EXPECTED_MAX))
-        leases = Leases(config.lease_s)
-        placement = Placement(index, host, disk, counters, boot=boot, leases=leases)
+        leases = Leases(config.lease_s, clock)
+        placement = Placement(index, host, disk, counters, boot=boot, leases=leases, clock=clock)
         undo.pop_all()
         return Opened(config, home, counters, host, disk, disks, placement, Starter(placement))
 

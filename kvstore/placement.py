@@ -6,7 +6,6 @@ here waits for a disk.
 
 import itertools
 import threading
-import time
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.clock import Clock
 from kvstore.counters import Counters
 from kvstore.eviction import Evictor
 from kvstore.index import Index
@@ -23,6 +23,7 @@ from kvstore.sequence import Sequence
 from kvstore.ticket import Leases
 from kvstore.tiers.base import MissReason, SaveDrop, TierName
 from kvstore.tiers.errors import StoreError
+from kvstore.tiers.failpoints import reach
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.record import RecordFormat
 
@@ -82,6 +83,7 @@ class Placement:
         *,
         boot: int,
         leases: Leases,
+        clock: Clock,
     ) -> None:
         self.lock = threading.RLock()
         self.index = index
@@ -95,6 +97,7 @@ class Placement:
         self.writes_fail = False  # the last group was not written
         self.spaces: dict[int, SpaceFacts] = {}  # by their number in the index
         self.leases = leases
+        self.clock = clock
         self._evict_host = Evictor(index, TierName.HOST)
         self._generation = itertools.count(boot << 32)
 
@@ -207,7 +210,7 @@ class Placement:
     def mark_dirty(self, rows: Ints) -> None:
         """Queue rows, root first, for write-back."""
         if len(rows) and self.disk is not None:
-            self.dirty.append(Dirty(rows, self.index.generations(rows), time.monotonic()))
+            self.dirty.append(Dirty(rows, self.index.generations(rows), self.clock.monotonic()))
 
     def mark_dirty_first(self, rows: Ints) -> None:
         """Put rows back at the head of the queue."""
@@ -244,6 +247,7 @@ class Placement:
         left = self.index.clear(TierName.HOST, rows)
         if len(left.rows):
             self.counters.add("evicted_blocks.host", len(left.rows))
+            reach("host.evict")
             self.release_host_slots(left.free_slots)
             return True
         return self._steal_host_segment(slot_bytes)
@@ -269,6 +273,7 @@ class Placement:
         self.release_host_slots(left.free_slots)
         if len(slab.slots_of(segment)):
             return False
+        reach("host.steal")
         self.host.reassign(segment, slot_bytes)
         return True
 

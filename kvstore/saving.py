@@ -6,7 +6,6 @@ prefix never write it twice, and a block's parent is always there before the blo
 
 import logging
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from kvstore.placement import Placement, media_of
 from kvstore.pool import PagePool
 from kvstore.sequence import Sequence
 from kvstore.tiers.base import SaveDrop
+from kvstore.tiers.failpoints import reach
 
 LOG = logging.getLogger(__name__)
 CHUNK_BLOCKS = 64
@@ -136,7 +136,7 @@ class Saver:
                     return
                 job = self._jobs.popleft()
                 self._busy = True
-            started = time.perf_counter()
+            started = self._placement.clock.monotonic()
             try:
                 self._save(job)
             except Exception:
@@ -145,7 +145,7 @@ class Saver:
                 left = job.last - job.first - job.saved - job.present - job.dropped.total()
                 job.dropped[SaveDrop.HOST_FULL] += max(0, left)
             finally:
-                self._finish(job, time.perf_counter() - started)
+                self._finish(job, self._placement.clock.monotonic() - started)
                 with self._changed:
                     self._busy = False
                     self._waiting_blocks -= job.last - job.first
@@ -176,12 +176,15 @@ class Saver:
         if todo:
             try:
                 headers = self._copy(job, plan.first, plan.last, plan.slots, plan.generations)
+                reach("save.copied")
                 placement.host.publish(plan.slots, headers)
+                reach("save.published")
             except BaseException:
                 placement.abandon_save(plan)
                 raise
         with placement.lock:
             saved = placement.publish_save(sequence, job.keys, plan)
+        reach("save.indexed")
         job.saved += saved
         missing = last - plan.last + (todo - saved)
         if missing:
@@ -210,7 +213,7 @@ class Saver:
             first_depth=first,
             first_generation=0,
             tokens=job.sequence.block_tokens(first, last),
-            created_s=int(time.time()),
+            created_s=int(self._placement.clock.time()),
         )
         record.fixed(headers)["generation"] = generations
         for at, digest in (media_of(job.sequence, first, last) or {}).items():

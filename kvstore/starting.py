@@ -8,6 +8,7 @@ from kvstore.inspect import layout_of
 from kvstore.placement import Placement, SpaceFacts
 from kvstore.tiers.base import TierName
 from kvstore.tiers.catalogue_row import Rows, slots_of_rows
+from kvstore.tiers.failpoints import reach
 from kvstore.tiers.host_scan import FoundRecords
 from kvstore.tiers.layout import Layout
 from kvstore.tiers.record import ALIGN, RecordFormat
@@ -36,12 +37,15 @@ class Starter:
         try:
             if placement.disk is not None:
                 loaded = placement.disk.load()
+                reach("start.recover")
                 with placement.lock:
                     for rows in loaded.rows.values():
                         self._add_disk(rows)
             with placement.lock:
                 if placement.host.taken_over:
-                    for found in placement.host.scan():
+                    scanned = placement.host.scan()
+                    reach("start.takeover")
+                    for found in scanned:
                         self._add_host(found)
                 placement.started.set()
         except BaseException as failure:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kvstore.clock import Clock
 from kvstore.config import Config, load_config
 from kvstore.counters import summary
 from kvstore.hashing.chain import ChainFunction, chain_function
@@ -25,6 +26,7 @@ from kvstore.space import Space
 from kvstore.ticket import Lease, Ticket
 from kvstore.tiers.base import MissReason, TierName
 from kvstore.tiers.errors import ClosedError, LayoutError, TokenError
+from kvstore.tiers.failpoints import planted
 from kvstore.tiers.io import FileIo
 from kvstore.tiers.layout import Layout
 from kvstore.writeback import Writer
@@ -35,6 +37,7 @@ def open(
     *,
     wait: bool = True,
     io: FileIo | None = None,
+    clock: Clock | None = None,
     **settings: Any,
 ) -> "Store":
     """Open a store, making it where there is none; this process owns it until `close`.
@@ -44,16 +47,24 @@ def open(
       kvstore.config.Config. Without any disk path the store is host memory alone.
     wait: return when everything stored before can be found; else at once, and lookups answer
       Miss(starting) meanwhile.
+    io, clock: file calls and time, for tests that bring their own.
     Raises ConfigError, StoreError or StoreBusyError, each with one sentence that says what to do.
     """
-    return Store(load_config(source, **settings), io=io, wait=wait)
+    return Store(load_config(source, **settings), io=io, clock=clock, wait=wait)
 
 
 class Store:
     """A tiered store of KV blocks: host memory and disk. Thread-safe; sequences are not."""
 
-    def __init__(self, config: Config, *, io: FileIo | None = None, wait: bool = True) -> None:
-        parts: Opened = open_parts(config, io or FileIo())
+    def __init__(
+        self,
+        config: Config,
+        *,
+        io: FileIo | None = None,
+        clock: Clock | None = None,
+        wait: bool = True,
+    ) -> None:
+        parts: Opened = open_parts(config, io or FileIo(), clock or Clock())
         self.config = parts.config
         self._parts = parts
         self._placement = parts.placement
@@ -240,7 +251,10 @@ class Store:
             load.asked = len(rows)
             if good < len(rows):
                 load.reason = MissReason.EXPIRED if expired else MissReason.INVALIDATED
-            placement.index.hold(load.rows)
+            load.started_s = placement.clock.monotonic()
+            load.held = not planted("hold_by_timer")
+            if load.held:
+                placement.index.hold(load.rows)
             self._end_lease(ticket.lease)
             if not probe:
                 self._placement.count_misses(

@@ -2,7 +2,6 @@
 
 import heapq
 import itertools
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.clock import Clock
 from kvstore.tiers.base import MissReason, TierName
 
 if TYPE_CHECKING:
@@ -94,8 +94,9 @@ class Leases:
     lock guards it.
     """
 
-    def __init__(self, lease_s: float) -> None:
+    def __init__(self, lease_s: float, clock: Clock) -> None:
         self.lease_s = lease_s
+        self._clock = clock
         self._order = itertools.count()
         self._heap: list[tuple[float, int, Lease]] = []
         self._sweep_at = SWEEP_MIN
@@ -105,12 +106,14 @@ class Leases:
         lease = Lease(rows)
         if len(self._heap) >= self._sweep_at:
             self._sweep()
-        heapq.heappush(self._heap, (time.monotonic() + self.lease_s, next(self._order), lease))
+        heapq.heappush(
+            self._heap, (self._clock.monotonic() + self.lease_s, next(self._order), lease)
+        )
         return lease
 
     def expired(self) -> list[npt.NDArray[np.int32]]:
         """Rows of the leases whose time is over, each once; they are not live any more."""
-        now, over = time.monotonic(), []
+        now, over = self._clock.monotonic(), []
         while self._heap and (self._heap[0][0] <= now or not self._heap[0][2].live):
             lease = heapq.heappop(self._heap)[2]
             if lease.live:

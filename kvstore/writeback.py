@@ -8,7 +8,6 @@ that it would displace is not written.
 
 import logging
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ from kvstore.rows import Ints, Longs
 from kvstore.tiers.base import TierName
 from kvstore.tiers.catalogue_row import Rows, rows_of
 from kvstore.tiers.disk_outcomes import WriteFailed, WriteFault, Written
+from kvstore.tiers.failpoints import planted, reach
 
 LOG = logging.getLogger(__name__)
 GROUP_BLOCKS = 64
@@ -105,6 +105,7 @@ class Writer:
                 if group is None:
                     self._changed.wait(CHECK_S)
                     continue
+            reach("writeback.take")
             self._write(group)
 
     def _is_due(self) -> bool:
@@ -114,12 +115,12 @@ class Writer:
             return False
         if self._closed or self._flushing:
             return True
-        if time.monotonic() < self._retry_at:
+        if placement.clock.monotonic() < self._retry_at:
             return False
         if placement.short_of_room:
             placement.short_of_room = False
             return True
-        if time.monotonic() - placement.dirty[0].since_s >= self._config.dirty_age_s:
+        if placement.clock.monotonic() - placement.dirty[0].since_s >= self._config.dirty_age_s:
             return True
         index, host = placement.index, placement.host
         blocks = index.blocks(TierName.HOST)
@@ -137,6 +138,7 @@ class Writer:
         while placement.dirty and len(rows) < GROUP_BLOCKS:
             batch = placement.dirty[0]
             wanted = self._wanted(batch.rows, batch.generations)
+            wanted = wanted[::-1] if planted("leaf_first") else wanted
             spaces = index.rows.space[wanted]
             space = int(spaces[0]) if len(wanted) and space < 0 else space
             other = np.flatnonzero(spaces != space)
@@ -164,6 +166,7 @@ class Writer:
     def _group(self, rows: Ints, space: int) -> Group | None:
         placement, index = self._placement, self._placement.index
         needed = index.missing_ancestors(rows, TierName.DISK)
+        needed = rows if planted("leaf_first") else needed
         needed = self._wanted(needed, index.generations(needed))
         if len(needed) > GROUP_BLOCKS:
             placement.mark_dirty_first(needed[GROUP_BLOCKS:])
@@ -235,6 +238,7 @@ class Writer:
             rows = rows[index.rows.age[rows] < group.age]
             left = index.clear(TierName.DISK, rows)
             placement.counters.add("evicted_blocks.disk", len(left.rows))
+            reach("disk.evict")
             return left.free_slots
 
     def _steal_segment(self, slot_bytes: int) -> bool:
@@ -252,6 +256,7 @@ class Writer:
             self._disk.remove(left.free_slots)
         if self._disk.flush_removals() is not None:
             return False
+        reach("disk.steal")
         return self._disk.reassign(segment, slot_bytes)
 
     # --- writing
@@ -291,6 +296,7 @@ class Writer:
         """Publish a group that was written, or put it aside. Under the lock."""
         placement, rows = self._placement, group.rows[: len(slots)]
         if isinstance(outcome, Written):
+            reach("writeback.publish")
             placed = placement.index.place(TierName.DISK, rows, slots)
             self._disk.remove(slots[~placed])
             self._again(rows[~placed])  # Their parents' group failed.
@@ -301,7 +307,7 @@ class Writer:
         elif outcome is not None:
             placement.counters.add("write_failures")
             placement.drop_disk_slots(outcome.abandoned)
-            self._retry_at = time.monotonic() + RETRY_S
+            self._retry_at = placement.clock.monotonic() + RETRY_S
             self._failures, placement.writes_fail = self._failures + 1, True
             self._again(group.rows)
         placement.unhold(group.rows)
@@ -313,7 +319,7 @@ class Writer:
         """Queue rows that were not written; a flush or a stop does not wait for another try."""
         placement = self._placement
         if self._closed or self._flushing:
-            now = time.monotonic()
+            now = placement.clock.monotonic()
             self._aside.append(Dirty(rows, placement.index.generations(rows), now))
             if self._failures >= FLUSH_FAILURES_MAX:
                 self._aside.extend(placement.dirty)

@@ -42,6 +42,7 @@ from kvstore.tiers.catalogue_tables import (
     refuse_identity,
 )
 from kvstore.tiers.errors import StoreError
+from kvstore.tiers.failpoints import reach
 from kvstore.tiers.io import FileIo, is_link
 
 DATA_FILE = "data.mdb"
@@ -325,6 +326,8 @@ class Catalogue:
             try:
                 with self._env.begin(write=True) as txn:
                     self._apply(txn, change)
+                    reach("catalogue.commit")
+                reach("catalogue.committed")
             except (lmdb.MapFullError, lmdb.TxnFullError):
                 # A reader that died keeps old pages; without it there may be room.
                 if last or not self._env.reader_check():

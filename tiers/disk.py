@@ -36,6 +36,7 @@ from kvstore.tiers.disk_outcomes import (
 )
 from kvstore.tiers.disk_room import Room
 from kvstore.tiers.disk_start import Loaded, Namespaces, load_volumes, open_volumes
+from kvstore.tiers.failpoints import planted, reach
 from kvstore.tiers.group_write import GroupWriter, Piece, Submit, refuse_bad_group
 from kvstore.tiers.io import FileIo
 from kvstore.tiers.record import HeaderFault
@@ -139,6 +140,7 @@ class DiskTier:
             if not self._loaded or not self.slab.fits(slot_bytes):
                 return NO_SLOTS
             taken = self._room.reserve(slot_bytes, count, near, block_tokens)
+            reach("disk.reuse")
             self._uncommitted.update(taken.tolist())
         return taken
 
@@ -156,6 +158,8 @@ class DiskTier:
         with self._lock:
             held = slots[self.slab.is_occupied(slots)].tolist()
             chosen = [slot for slot in held if slot not in self._uncommitted]
+        if planted("reuse_before_commit"):
+            self.slab.release(np.array(chosen, np.int64))
         owners = self._volumes_of(np.array(chosen, np.int64)).tolist()
         for number, volume in enumerate(self._volumes):
             own = [slot for slot, owner in zip(chosen, owners, strict=True) if owner == number]
@@ -205,7 +209,7 @@ class DiskTier:
         records: each slot_bytes long and on a page (host slots are). rows: one for each record, in
         the same order, of one block_tokens; where they lie is filled in. remove: slots whose blocks
         give way; their removal rides on the same commit, or on a later one if this one fails.
-        Several threads may write groups: one group is written while another is committed.
+        Several threads may write groups: one is written while another is committed.
 
         Returns: Written | WriteFailed. All or nothing.
         """
@@ -213,21 +217,26 @@ class DiskTier:
             slot_bytes = refuse_bad_group(self.slab, self._uncommitted, slots, records, rows)
         self.remove(remove)
         place(rows, slots, slot_bytes, self.per)
+        reach("disk.write")
         fault = self._writer.write(self._pieces(slots, records))
+        reach("disk.written")
         if fault is not None:
             self.cancel(slots)
             return WriteFailed(fault)
+        if planted("publish_before_sync"):
+            return self._commit(slots, rows, slot_bytes, remove)
         safe, abandoned = self._sync(np.unique(self.slab.segments_of(slots)).tolist())
         if not safe:
             self.cancel(slots)
             return WriteFailed(WriteFault.SYNC_FAILED, abandoned)
+        reach("disk.synced")
         return self._commit(slots, rows, slot_bytes, remove)
 
     def read_into(self, slot: int, buffer: memoryview) -> IoFault | None:
         """Read a record, or its first part, into page-aligned memory: one call to the device.
 
-        Nothing is verified here. The caller makes sure, by a lease or by comparing afterwards, that
-        the slot still holds its block. An error is tried once more.
+        Nothing is verified here, and the caller sees to it that the slot still holds its block. An
+        error is tried once more.
 
         Returns: None | IoFault.
         """
@@ -313,14 +322,16 @@ class DiskTier:
         ]
 
     def _release_removed(self, slots: list[int]) -> None:
-        with self._lock:
-            self.slab.release(np.array(slots, np.int64))
+        reach("disk.free")
+        if not planted("reuse_before_commit"):
+            with self._lock:
+                self.slab.release(np.array(slots, np.int64))
 
     def _sync(self, segments: list[int]) -> tuple[bool, Slots]:
         """Sync segments, and abandon those where it fails: what of them is durable is unknown.
 
-        Under one lock, because the kernel tells of a lost write once: whoever syncs next is told
-        that all is well, and must find the segment abandoned.
+        Under one lock: the kernel tells of a lost write once, so whoever syncs next must find the
+        segment abandoned.
 
         Returns: (whether all are durable, slots of the blocks that were lost with a segment).
         """
@@ -364,7 +375,7 @@ class DiskTier:
             done.append(number)
         with self._lock:
             self._uncommitted.difference_update(slots.tolist())
-        # Removals in volumes that got nothing of this group have no commit to ride on.
+        # Of volumes that got nothing of this group: no commit to ride on.
         for number in set(self._volumes_of(remove).tolist()) - set(done):
             self._volumes[number].journal.commit(None)
         return Written(len(slots), len(slots) * slot_bytes)

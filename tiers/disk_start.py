@@ -23,6 +23,7 @@ from kvstore.tiers.catalogue_tables import (
     parse_namespaces,
 )
 from kvstore.tiers.errors import ConfigError, StoreError
+from kvstore.tiers.failpoints import reach
 from kvstore.tiers.io import FileIo
 from kvstore.tiers.rebuild import newest, scan_segment
 from kvstore.tiers.record import ALIGN
@@ -306,6 +307,7 @@ def _rebuild(io: FileIo, volume: Volume, slab: Slab, names: Namespaces) -> list[
         slot_bytes = int(rows["slot_pages"][0]) * ALIGN
         tokens = rows.dtype["tokens"].shape[0]
         volume.row_tokens[slot_bytes] = max(volume.row_tokens.get(slot_bytes, 0), tokens)
+    reach("start.rebuild")
     catalogue = volume.open_catalogue(fresh=True)
     whole = [np.concatenate(parts) for parts in merged.values()]
     used = {int(n) for rows in whole for n in np.unique(rows["namespace"])}

@@ -126,17 +126,21 @@ class FileIo:
         Returns: bytes read; fewer than the buffer holds only at the end of the file.
         """
         size = len(buffer)
-        done = os.preadv(fd, [buffer], offset)
+        done = self.preadv(fd, buffer, offset)
         if done in (0, size):
             return done
         view = memoryview(buffer)
         while done < size:
             # An O_DIRECT read that ended in the middle of a page has met the end of the file.
-            got = os.preadv(fd, [view[done:]], offset + done) if done % ALIGN == 0 else 0
+            got = self.preadv(fd, view[done:], offset + done) if done % ALIGN == 0 else 0
             if got == 0:
                 break
             done += got
         return done
+
+    def preadv(self, fd: int, buffer: bytearray | memoryview | mmap.mmap, offset: int) -> int:
+        """One read as the system does it, perhaps a short one. Returns: bytes read."""
+        return os.preadv(fd, [buffer], offset)
 
     def pwrite(self, fd: int, buffer: Buffer, offset: int) -> None:
         """Write all of `buffer` at `offset`; goes on after a short write."""

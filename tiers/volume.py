@@ -17,6 +17,7 @@ from kvstore.tiers.catalogue_row import worst_row_bytes
 from kvstore.tiers.catalogue_tables import Identity, Namespace, SegmentState
 from kvstore.tiers.clean_mark import take_mark, write_mark
 from kvstore.tiers.errors import ConfigError, StoreBusyError, StoreError
+from kvstore.tiers.failpoints import reach
 from kvstore.tiers.io import FileIo, aligned_buffer, open_own_directory
 from kvstore.tiers.journal import Journal
 from kvstore.tiers.segment import (
@@ -171,6 +172,7 @@ class Volume:
             used = self.catalogue.used_bytes()
             self.catalogue.close()
             if clean:
+                reach("stop.mark")
                 data, _ = catalogue_files(self.path)
                 write_mark(self._io, self._directory, data, used, self.identity.store_id)
         for fd in (*self.fds.values(), self._header_fd, self._directory):
@@ -228,6 +230,7 @@ class Volume:
                 self._io.close(fd)
                 self._io.unlink(name, directory=self._directory)
             return False
+        reach("disk.add_segment")
         self.fds[segment] = fd
         self._set_class(segment, slot_bytes)
         return True

@@ -1,6 +1,7 @@
 """Counters: exact under threads, kept across owners, read beside one; junk is refused."""
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -49,12 +50,12 @@ def test_counters_outlive_their_owner_and_are_read_beside_it(tmp_path: Path) -> 
 def test_boots_only_go_up_even_where_the_file_was_lost(tmp_path: Path) -> None:
     io = FileIo()
     counters = Counters.open(tmp_path / "a", io)
-    first = counters.next_boot()
-    second = counters.next_boot()
+    first = counters.next_boot(time.time())
+    second = counters.next_boot(time.time())
     counters.close()
     lost = Counters.open(tmp_path / "b", io)
     assert second > first
-    assert first <= lost.next_boot() < 2**32
+    assert first <= lost.next_boot(time.time()) < 2**32
     lost.close()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from kvstore.clock import Clock
 from kvstore.store import Store
 from kvstore.store import open as open_store
 from kvstore.ticket import SWEEP_MIN, Leases
@@ -178,7 +179,7 @@ def test_ten_thousand_lookups_that_never_load() -> None:
 
 
 def test_leases_that_ended_take_no_memory() -> None:
-    leases = Leases(3600.0)
+    leases = Leases(3600.0, Clock())
     kept = [leases.add(np.array([n], np.int32)) for n in range(10)]
     for n in range(100 * SWEEP_MIN):
         leases.add(np.array([n], np.int32)).live = False
