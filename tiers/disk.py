@@ -132,9 +132,8 @@ class DiskTier:
     ) -> Slots:
         """Up to `count` free slots of a class: int64 [<= count]. Adds segments while they fit.
 
-        near: a slot of the chain's root; its device is used while there is room. block_tokens: of
-        the rows to come. Each slot ends in `write_group` or in `cancel`. Fewer than count means:
-        remove blocks, commit (`flush_removals`, or any group), and ask again.
+        near: a slot of the chain, whose device is preferred. block_tokens: of the rows to come. Each
+        slot ends in `write_group` or `cancel`. Fewer: remove blocks, `flush_removals`, ask again.
         """
         with self._lock:
             if not self._loaded or not self.slab.fits(slot_bytes):
