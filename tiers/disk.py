@@ -132,7 +132,7 @@ class DiskTier:
     ) -> Slots:
         """Up to `count` free slots of a class: int64 [<= count]. Adds segments while they fit.
 
-        near: a slot of the chain, whose device is preferred. block_tokens: of the rows to come. Each
+        near: a slot of the chain, whose device is preferred. block_tokens: of the rows to come. A
         slot ends in `write_group` or `cancel`. Fewer: remove blocks, `flush_removals`, ask again.
         """
         with self._lock:
