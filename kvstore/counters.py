@@ -80,7 +80,7 @@ class Counters:
                 page = bytearray(FILE_BYTES)
                 HEADER.pack_into(page, 0, MAGIC, VERSION, len(NAMES))
                 io.pwrite(fd, page, 0)
-            mapping = mmap.mmap(fd, FILE_BYTES) if io.size(fd) == FILE_BYTES else None
+            mapping = io.map(fd, FILE_BYTES) if io.size(fd) == FILE_BYTES else None
         finally:
             io.close(fd)
         if mapping is None or not _ours(mapping):

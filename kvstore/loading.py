@@ -9,7 +9,7 @@ import logging
 import queue
 import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import numpy as np
@@ -161,17 +161,19 @@ class Load:
 
 
 class Loader:
-    """The threads that run loads. Queue and threads are bounded."""
+    """The threads that run loads; without `threads` whoever calls `step`. The queue is bounded."""
 
-    def __init__(self, placement: Placement, disks: ThreadPoolExecutor, load_queue: int) -> None:
+    def __init__(
+        self, placement: Placement, disks: Executor, load_queue: int, *, threads: bool = True
+    ) -> None:
         self._placement = placement
-        self._reads = Reads(placement, disks) if placement.disk is not None else None
+        self._reads = Reads(placement, disks, waits=threads) if placement.disk is not None else None
         self._queue: queue.Queue[Load | None] = queue.Queue(load_queue)
         self._closing = threading.Lock()
         self._closed = False
         self._threads = [
             threading.Thread(target=self._run, name=f"kvstore-load-{n}", daemon=True)
-            for n in range(LOADER_THREADS)
+            for n in range(LOADER_THREADS if threads else 0)
         ]
         for thread in self._threads:
             thread.start()
@@ -195,18 +197,34 @@ class Loader:
             self._queue.put(None)
         for thread in self._threads:
             thread.join()
+        while self.step():
+            pass
+
+    def step(self, wait: bool = False) -> bool:
+        """Run the next load; `wait` for one if there is none.
+
+        Returns: whether there was one. With `wait` False means that the loader was closed.
+        """
+        try:
+            load = self._queue.get(block=wait)
+        except queue.Empty:
+            return False
+        if load is None:
+            return False
+        try:
+            self._load(load)
+        except Exception:
+            # Whatever it was: no page counts as loaded, and this thread serves the next load.
+            LOG.exception("a load failed")
+            load.cut(0, MissReason.IO_ERROR)
+            load.wait_flights()
+        finally:
+            self.finish(load)
+        return True
 
     def _run(self) -> None:
-        while (load := self._queue.get()) is not None:
-            try:
-                self._load(load)
-            except Exception:
-                # Whatever it was: no page counts as loaded, and this thread serves the next load.
-                LOG.exception("a load failed")
-                load.cut(0, MissReason.IO_ERROR)
-                load.wait_flights()
-            finally:
-                self.finish(load)
+        while self.step(wait=True):
+            pass
 
     def _load(self, load: Load) -> None:
         if load.cancelled:

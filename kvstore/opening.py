@@ -1,6 +1,6 @@
 """Opening and closing the parts of a store; one that fails to open leaves nothing behind."""
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -11,10 +11,12 @@ from kvstore.config import Config, segment_bytes, with_defaults
 from kvstore.counters import Counters
 from kvstore.home import OVERHEAD_BYTES, STORE_FILE, Home, StoreFacts, new_store_id, sentence
 from kvstore.index import Index
+from kvstore.inline import InlineExecutor
 from kvstore.placement import Placement
 from kvstore.starting import Starter
 from kvstore.ticket import Leases
 from kvstore.tiers.base import TierName
+from kvstore.tiers.catalogues import Catalogues
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.errors import ConfigError, StoreError
 from kvstore.tiers.host import HostTier
@@ -33,7 +35,7 @@ class Opened:
     counters: Counters
     host: HostTier
     disk: DiskTier | None
-    disks: ThreadPoolExecutor
+    disks: Executor
     placement: Placement
     starter: Starter
 
@@ -67,7 +69,14 @@ class Opened:
             self.home.close()
 
 
-def open_parts(config: Config, io: FileIo, clock: Clock) -> Opened:
+def open_parts(
+    config: Config,
+    io: FileIo,
+    clock: Clock,
+    *,
+    threads: bool = True,
+    catalogues: Catalogues | None = None,
+) -> Opened:
     """Open or make a store. Nothing stays open, and nothing was lost, when this raises."""
     with ExitStack() as undo:
         home, facts = None, None
@@ -79,7 +88,9 @@ def open_parts(config: Config, io: FileIo, clock: Clock) -> Opened:
             facts = facts or _new_facts(config)
         else:
             config = with_defaults(config, free_bytes=None)
-        disks = ThreadPoolExecutor(config.io_threads, "kvstore-disk")
+        disks: Executor = InlineExecutor()
+        if threads:
+            disks = ThreadPoolExecutor(config.io_threads, "kvstore-disk")
         undo.callback(disks.shutdown)
         counters = _counters(home, io)
         undo.callback(counters.close)
@@ -91,11 +102,12 @@ def open_parts(config: Config, io: FileIo, clock: Clock) -> Opened:
             persist=config.persist,
             directory=config.arena_directory,
             io=io,
+            threads=threads,
         )
         undo.callback(host.close, keep=True)
         disk = None
         if home is not None and facts is not None:
-            disk = open_disk(config, facts, io, disks)
+            disk = open_disk(config, facts, io, disks, catalogues)
             undo.callback(disk.close)
             if home.facts() != facts:
                 home.write_facts(facts)
@@ -115,7 +127,13 @@ def _counters(home: Home | None, io: FileIo) -> Counters:
         return Counters.open(home.counters_path, io)
 
 
-def open_disk(config: Config, facts: StoreFacts, io: FileIo, disks: ThreadPoolExecutor) -> DiskTier:
+def open_disk(
+    config: Config,
+    facts: StoreFacts,
+    io: FileIo,
+    disks: Executor,
+    catalogues: Catalogues | None = None,
+) -> DiskTier:
     """The disk tier over the store's paths: disk0 in the home, disk1.. in the other paths."""
     for path in facts.paths[1:]:
         io.close(open_own_directory(io, path, "disk path"))
@@ -131,6 +149,7 @@ def open_disk(config: Config, facts: StoreFacts, io: FileIo, disks: ThreadPoolEx
         threads=config.io_threads,
         direct=config.direct,
         other_bytes=OVERHEAD_BYTES,
+        catalogues=catalogues,
     )
 
 

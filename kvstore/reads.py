@@ -8,7 +8,7 @@ give their slot back.
 
 import logging
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -47,11 +47,12 @@ class Flight:
 
 
 class Reads:
-    """Single flight over the disk tier."""
+    """Single flight over the disk tier. waits: other threads may make room meanwhile."""
 
-    def __init__(self, placement: Placement, disks: ThreadPoolExecutor) -> None:
+    def __init__(self, placement: Placement, disks: Executor, *, waits: bool = True) -> None:
         self._placement = placement
         self._disks = disks
+        self._waits_max = WAITS_MAX if waits else 0
         self._flights: dict[int, Flight] = {}
         self._wave_ended = threading.Condition(placement.lock)
 
@@ -70,8 +71,9 @@ class Reads:
             elif at < load.limit:
                 # Slots are held, or a flight has just landed: both end with somebody's wave.
                 waited += 1
-                if waited > WAITS_MAX:
+                if waited > self._waits_max:
                     load.cut(at, MissReason.NO_ROOM)
+                    break
                 with self._wave_ended:
                     self._wave_ended.wait(WAIT_S)
         if load.cancelled:

@@ -78,9 +78,9 @@ class Job:
 
 
 class Saver:
-    """The thread that copies pages into host memory."""
+    """The thread that copies pages into host memory. Without `threads` whoever calls `step` is."""
 
-    def __init__(self, placement: Placement, queue_blocks: int) -> None:
+    def __init__(self, placement: Placement, queue_blocks: int, *, threads: bool = True) -> None:
         self._placement = placement
         self._queue_blocks = queue_blocks
         self._jobs: deque[Job] = deque()
@@ -88,8 +88,10 @@ class Saver:
         self._busy = False
         self._closed = False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="kvstore-save", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        if threads:
+            self._thread = threading.Thread(target=self._run, name="kvstore-save", daemon=True)
+            self._thread.start()
 
     def submit(self, sequence: Sequence, pool: PagePool, pages: npt.NDArray[np.int64]) -> Save:
         """Queue the blocks of `pages` ([blocks, pages_per_block]); never waits.
@@ -118,6 +120,8 @@ class Saver:
 
     def drain(self) -> None:
         """Wait until every save asked for so far is done."""
+        while self._thread is None and self.step():
+            pass
         with self._changed:
             self._changed.wait_for(lambda: not self._jobs and not self._busy)
 
@@ -126,30 +130,41 @@ class Saver:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
+        self.drain()
+
+    def step(self, wait: bool = False) -> bool:
+        """Do the next save; `wait` for one if there is none.
+
+        Returns: whether there was one. With `wait` False means that the saver was closed.
+        """
+        with self._changed:
+            if wait:
+                self._changed.wait_for(lambda: self._jobs or self._closed)
+            if not self._jobs:
+                return False
+            job = self._jobs.popleft()
+            self._busy = True
+        started = self._placement.clock.monotonic()
+        try:
+            self._save(job)
+        except Exception:
+            # Whatever it was, most likely memory: this thread serves the next save.
+            LOG.exception("a save failed")
+            left = job.last - job.first - job.saved - job.present - job.dropped.total()
+            job.dropped[SaveDrop.HOST_FULL] += max(0, left)
+        finally:
+            self._finish(job, self._placement.clock.monotonic() - started)
+            with self._changed:
+                self._busy = False
+                self._waiting_blocks -= job.last - job.first
+                self._changed.notify_all()
+        return True
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._jobs or self._closed)
-                if not self._jobs:
-                    return
-                job = self._jobs.popleft()
-                self._busy = True
-            started = self._placement.clock.monotonic()
-            try:
-                self._save(job)
-            except Exception:
-                # Whatever it was, most likely memory: this thread serves the next save.
-                LOG.exception("a save failed")
-                left = job.last - job.first - job.saved - job.present - job.dropped.total()
-                job.dropped[SaveDrop.HOST_FULL] += max(0, left)
-            finally:
-                self._finish(job, self._placement.clock.monotonic() - started)
-                with self._changed:
-                    self._busy = False
-                    self._waiting_blocks -= job.last - job.first
-                    self._changed.notify_all()
+        while self.step(wait=True):
+            pass
 
     def _save(self, job: Job) -> None:
         placement, sequence = self._placement, job.sequence

@@ -25,6 +25,7 @@ from kvstore.sequence import Sequence
 from kvstore.space import Space
 from kvstore.ticket import Lease, Ticket
 from kvstore.tiers.base import MissReason, TierName
+from kvstore.tiers.catalogues import Catalogues
 from kvstore.tiers.errors import ClosedError, LayoutError, TokenError
 from kvstore.tiers.failpoints import planted
 from kvstore.tiers.io import FileIo
@@ -63,23 +64,32 @@ class Store:
         io: FileIo | None = None,
         clock: Clock | None = None,
         wait: bool = True,
+        threads: bool = True,
+        catalogues: Catalogues | None = None,
     ) -> None:
-        parts: Opened = open_parts(config, io or FileIo(), clock or Clock())
+        """As `open`. Without threads nothing happens but in calls, and in steps of the parts."""
+        parts: Opened = open_parts(
+            config, io or FileIo(), clock or Clock(), threads=threads, catalogues=catalogues
+        )
         self.config = parts.config
         self._parts = parts
         self._placement = parts.placement
         self._counters = parts.counters
         self._spaces: dict[bytes, Space] = {}
         self._closed = False
-        self._saver = Saver(parts.placement, config.save_queue_blocks)
-        self._loader = Loader(parts.placement, parts.disks, config.load_queue)
-        self._writer = Writer(parts.placement, parts.disks, self.config) if parts.disk else None
+        placement = parts.placement
+        self._saver = Saver(placement, config.save_queue_blocks, threads=threads)
+        self._loader = Loader(placement, parts.disks, config.load_queue, threads=threads)
+        self._writer = Writer(placement, self.config, threads=threads) if parts.disk else None
         self._starter = threading.Thread(
             target=parts.starter.start, name="kvstore-start", daemon=True
         )
-        self._starter.start()
+        if threads:
+            self._starter.start()
+        else:
+            parts.starter.start()
         if wait:
-            self._starter.join()
+            self._join_starter()
             if parts.starter.failure is not None:
                 self.close()
                 raise parts.starter.failure
@@ -330,7 +340,7 @@ class Store:
         if self._closed:
             return
         self._closed = True
-        self._starter.join()
+        self._join_starter()
         self._saver.close()
         self._loader.close()
         if self._writer is not None:
@@ -347,6 +357,10 @@ class Store:
         if lease.live:
             lease.live = False
             self._placement.unlease(lease.rows)
+
+    def _join_starter(self) -> None:
+        if self._starter.ident is not None:
+            self._starter.join()
 
     def _refuse_closed(self) -> None:
         if self._closed:

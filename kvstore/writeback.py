@@ -8,7 +8,6 @@ that it would displace is not written.
 
 import logging
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,10 +46,22 @@ class Group:
     age: int  # of its oldest block: only older blocks give way to it
 
 
-class Writer:
-    """The threads that write back. One queue, at most WRITERS groups under way."""
+@dataclass
+class Ended:
+    """A group that was written, or not. outcome: None where there was no slot for any of it."""
 
-    def __init__(self, placement: Placement, disks: ThreadPoolExecutor, config: Config) -> None:
+    group: Group
+    slots: Longs
+    outcome: Written | WriteFailed | None
+
+
+class Writer:
+    """The threads that write back. One queue, at most WRITERS groups under way.
+
+    Without `threads` whoever calls `step` writes.
+    """
+
+    def __init__(self, placement: Placement, config: Config, *, threads: bool = True) -> None:
         assert placement.disk is not None
         self._placement = placement
         self._disk = placement.disk
@@ -59,6 +70,7 @@ class Writer:
         self._flying: set[int] = set()  # rows of the groups under way
         self._groups = 0  # taken so far
         self._settled = 0  # finished so far; groups finish in the order they were taken
+        self._ended: dict[int, Ended] = {}  # by number: groups that wait for those before them
         self._flushing = 0
         self._closed = False
         self._retry_at = 0.0
@@ -67,7 +79,7 @@ class Writer:
         self._changed = placement.dirty_changed
         self._threads = [
             threading.Thread(target=self._run, name=f"kvstore-write-{n}", daemon=True)
-            for n in range(WRITERS)
+            for n in range(WRITERS if threads else 0)
         ]
         for thread in self._threads:
             thread.start()
@@ -77,6 +89,8 @@ class Writer:
         with self._changed:
             self._flushing += 1
             self._changed.notify_all()
+        self._step_through()
+        with self._changed:
             self._changed.wait_for(lambda: not self._placement.dirty and not self._flying)
             self._flushing -= 1
             if not self._flushing:
@@ -88,30 +102,45 @@ class Writer:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        self._step_through()
         for thread in self._threads:
             thread.join()
 
+    def step(self, wait_s: float = 0.0) -> bool:
+        """Write the next group if one is due; else wait so long for something to change.
+
+        Returns: whether there was one.
+        """
+        with self._changed:
+            due = self._is_due()
+            group = self._take() if due else None
+            if group is None:
+                if due and not self._placement.dirty:
+                    # Nothing of the queue was left to write: a flush may wait for just this.
+                    self._changed.notify_all()
+                if wait_s and not self._is_over():
+                    self._changed.wait(wait_s)
+                return False
+        reach("writeback.take")
+        self._write(group)
+        return True
+
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                group = None
-                if self._is_due():
-                    group = self._take()
-                    if group is None and not self._placement.dirty:
-                        # Nothing of the queue was left to write: a flush may wait for just this.
-                        self._changed.notify_all()
-                elif self._closed and not self._placement.dirty:
-                    return
-                if group is None:
-                    self._changed.wait(CHECK_S)
-                    continue
-            reach("writeback.take")
-            self._write(group)
+        while self.step(CHECK_S) or not self._is_over():
+            pass
+
+    def _step_through(self) -> None:
+        """Without threads: write all that is dirty."""
+        while not self._threads and self._placement.dirty:
+            self.step()
+
+    def _is_over(self) -> bool:
+        return self._closed and not self._placement.dirty
 
     def _is_due(self) -> bool:
         """Whether to write now: asked to, short of clean memory, or blocks waited long enough."""
         placement = self._placement
-        if not placement.dirty:
+        if not placement.dirty or self._groups - self._settled >= WRITERS:
             return False
         if self._closed or self._flushing:
             return True
@@ -274,10 +303,11 @@ class Writer:
             self._disk.cancel(slots)
             outcome = WriteFailed(WriteFault.IO_ERROR)
         with self._changed:
+            self._ended[group.number] = Ended(group, slots, outcome)
             # In turn: a block enters the disk's index only after its parent, in an earlier group.
-            self._changed.wait_for(lambda: self._settled == group.number - 1)
-            self._settle(group, slots, outcome)
-            self._settled += 1
+            while ended := self._ended.pop(self._settled + 1, None):
+                self._settle(ended.group, ended.slots, ended.outcome)
+                self._settled += 1
             self._changed.notify_all()
         if isinstance(outcome, Written):
             self._refill_reserve(group)

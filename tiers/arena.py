@@ -183,7 +183,7 @@ class Arena:
                 self._io.truncate(self.fd, self.file_bytes)
             # The header's pages first, for the same reason as those of a segment.
             self._io.allocate(self.fd, self.segments_at)
-            self._mapping = mmap.mmap(self.fd, self.file_bytes)
+            self._mapping = self._io.map(self.fd, self.file_bytes)
         except OSError as error:
             self._close_files()
             raise ConfigError(

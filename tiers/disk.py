@@ -25,6 +25,7 @@ from kvstore.tiers.catalogue_tables import (
     NAMESPACES_MAX,
     Namespace,
 )
+from kvstore.tiers.catalogues import Catalogues
 from kvstore.tiers.disk_outcomes import (
     NO_SLOTS,
     BadRun,
@@ -63,6 +64,7 @@ class DiskTier:
         threads: int = 8,
         direct: bool = True,
         other_bytes: int = 0,
+        catalogues: Catalogues | None = None,
     ) -> None:
         """Look at all paths, then make or open the volumes. Slow work is left to `load`.
 
@@ -78,6 +80,7 @@ class DiskTier:
             store_id=store_id,
             direct=direct,
             released=self._release_removed,
+            catalogues=catalogues,
         )
         self.capacity_bytes = capacity_bytes
         self.segment_bytes = segment_bytes
@@ -197,11 +200,7 @@ class DiskTier:
     # --- bytes
 
     def write_group(
-        self,
-        slots: Slots,
-        records: Sequence[memoryview],
-        rows: Rows,
-        remove: Slots = NO_SLOTS,
+        self, slots: Slots, records: Sequence[memoryview], rows: Rows, remove: Slots = NO_SLOTS
     ) -> Written | WriteFailed:
         """Write records to reserved slots of one class; they are on disk when this returns.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.tiers.catalogue import Catalogue, Change
+from kvstore.tiers.catalogue import Change
 from kvstore.tiers.catalogue_row import Rows, keys_of, slots_of_rows
 from kvstore.tiers.catalogue_tables import (
     NAMESPACES_MAX,
@@ -22,6 +22,7 @@ from kvstore.tiers.catalogue_tables import (
     SegmentState,
     parse_namespaces,
 )
+from kvstore.tiers.catalogues import Catalogues, OwnedCatalogue
 from kvstore.tiers.errors import ConfigError, StoreError
 from kvstore.tiers.failpoints import reach
 from kvstore.tiers.io import FileIo
@@ -31,7 +32,6 @@ from kvstore.tiers.segment import HEADER_BYTES, STORE_ID_BYTES, FileHeader
 from kvstore.tiers.slab import Slab
 from kvstore.tiers.survey import Survey, refuse_no_room, survey
 from kvstore.tiers.volume import Volume, refuse_too_small
-from kvstore.tiers.walk import walk
 
 SEGMENTS_MAX = 4096  # Each is an open file; more would meet the usual limit of descriptors.
 VOLUMES_MAX = 64
@@ -105,6 +105,7 @@ def open_volumes(
     store_id: bytes,
     direct: bool,
     released: Callable[[list[int]], None],
+    catalogues: Catalogues | None = None,
 ) -> Opened:
     """Look at all paths, and only if none is refused make or open the volumes.
 
@@ -132,6 +133,7 @@ def open_volumes(
             per=slab.slots_per_segment_max,
             direct=avoided,
             released=released,
+            catalogues=catalogues,
         )
         for path, identity in zip(paths, identities, strict=True)
     ]
@@ -160,7 +162,7 @@ def load_volumes(io: FileIo, opened: Opened, names: Namespaces) -> Loaded:
 
 def _load_volumes(io: FileIo, opened: Opened, names: Namespaces) -> Loaded:
     slab, found, headers = opened.slab, opened.found, opened.headers
-    sound: dict[int, Catalogue] = {}
+    sound: dict[int, OwnedCatalogue] = {}
     for number, volume in enumerate(opened.volumes):
         _restore_classes(volume, headers[number])
         catalogue = _open_if_sound(volume, found[number], names)
@@ -204,14 +206,14 @@ def _restore_classes(volume: Volume, headers: dict[int, FileHeader]) -> None:
             volume.classes[segment] = header.slot_bytes
 
 
-def _open_if_sound(volume: Volume, found: Survey, names: Namespaces) -> Catalogue | None:
+def _open_if_sound(volume: Volume, found: Survey, names: Namespaces) -> OwnedCatalogue | None:
     """The volume's catalogue, with its namespaces merged; None if it has to be rebuilt."""
     if not found.catalogue_bytes:
         volume.drop_clean_mark()
         return None
     clean = volume.take_clean_mark()
     if not clean:
-        walked = walk(volume.catalogue_directory, found.catalogue_bytes)
+        walked = volume.catalogues.walk(volume.catalogue_directory, found.catalogue_bytes)
         if not walked.sound:
             names.merge(parse_namespaces(walked.namespaces))
             return None
@@ -223,7 +225,7 @@ def _open_if_sound(volume: Volume, found: Survey, names: Namespaces) -> Catalogu
 
 
 def _load(
-    volume: Volume, catalogue: Catalogue, headers: dict[int, FileHeader], slab: Slab
+    volume: Volume, catalogue: OwnedCatalogue, headers: dict[int, FileHeader], slab: Slab
 ) -> tuple[list[Rows] | None, int]:
     """The rows whose slots exist; the others are removed from the catalogue.
 

@@ -27,7 +27,8 @@ class HostTier:
 
     reserve, release, reassign and scan belong under the owner's lock; views, addresses and publish
     of different slots may run side by side. `slab` is for reading: what frees or moves slots goes
-    through this class. Raises what Arena raises, and ClosedError after close.
+    through this class. Without `threads` no memory is touched ahead of its use. Raises what Arena
+    raises, and ClosedError after close.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class HostTier:
         persist: bool = False,
         directory: Path = SHARED_MEMORY,
         io: FileIo | None = None,
+        threads: bool = True,
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.arena = Arena(
@@ -54,7 +56,7 @@ class HostTier:
         self._words = self._bytes.view(np.uint64)
         taken_over = self.arena.start is ArenaStart.TAKEN_OVER
         self._scanned = not taken_over
-        self._touch_ahead = TouchAhead(self.arena)
+        self._touch_ahead = TouchAhead(self.arena, threads=threads)
         self._touch_ahead.in_use(0)
         # Segments that may hold old bytes where slots of another class would have their magic.
         self._used = np.full(self.arena.segments, taken_over, np.bool_)

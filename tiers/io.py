@@ -196,6 +196,10 @@ class FileIo:
 
     # --- the rest
 
+    def map(self, fd: int, size: int) -> mmap.mmap:
+        """The first `size` bytes of a file as memory, shared with whoever else maps it."""
+        return mmap.mmap(fd, size)
+
     def lock(self, fd: int) -> bool:
         """Take the file's one exclusive lock, without waiting. It ends with the descriptor.
 

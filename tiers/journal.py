@@ -8,9 +8,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvstore.tiers.catalogue import ROWS_PER_TXN, Catalogue, Change, CommitFault
+from kvstore.tiers.catalogue import ROWS_PER_TXN, Change, CommitFault
 from kvstore.tiers.catalogue_row import KEY, Rows
 from kvstore.tiers.catalogue_tables import Namespace, SegmentState
+from kvstore.tiers.catalogues import OwnedCatalogue
 
 
 @dataclass(slots=True)
@@ -29,7 +30,7 @@ class Journal:
 
     def __init__(self, per: int, released: Callable[[list[int]], None]) -> None:
         self.namespaces: dict[int, Namespace] = {}  # in the catalogue, or on their way
-        self._catalogue: Catalogue | None = None
+        self._catalogue: OwnedCatalogue | None = None
         self._per = per
         self._released = released
         self._lock = threading.Lock()
@@ -39,7 +40,7 @@ class Journal:
         self._segments: dict[int, tuple[int, SegmentState]] = {}
         self._new_namespaces: dict[int, Namespace] = {}
 
-    def open(self, catalogue: Catalogue) -> None:
+    def open(self, catalogue: OwnedCatalogue) -> None:
         """Commit to this catalogue from now on."""
         self._catalogue = catalogue
         self.namespaces = catalogue.namespaces()

@@ -21,18 +21,21 @@ class Segments(Protocol):
 class TouchAhead:
     """A thread that keeps AHEAD_BYTES of an arena touched beyond the segments in use.
 
-    It never waits for anyone and nobody waits for it, except `close`, for one step at most.
+    It never waits for anyone and nobody waits for it, except `close`, for one step at most. Without
+    `threads` it does nothing.
     """
 
-    def __init__(self, arena: Segments) -> None:
+    def __init__(self, arena: Segments, *, threads: bool = True) -> None:
         self._arena = arena
         self._ahead = -(-AHEAD_BYTES // arena.segment_bytes)
         self._changed = threading.Condition()
         self._wanted = 0
         self._done = 0
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="kvstore-touch", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        if threads:
+            self._thread = threading.Thread(target=self._run, name="kvstore-touch", daemon=True)
+            self._thread.start()
 
     def in_use(self, segments: int) -> None:
         """So many segments, from the first on, are in use now."""
@@ -45,7 +48,8 @@ class TouchAhead:
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def _run(self) -> None:
         while True:

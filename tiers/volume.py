@@ -11,10 +11,11 @@ segment is only added when it and its rows fit the budget. The slab and its lock
 from collections.abc import Callable
 from pathlib import Path
 
-from kvstore.tiers.catalogue import BASE_BYTES, LOCK_BYTES, Catalogue
+from kvstore.tiers.catalogue import BASE_BYTES, LOCK_BYTES
 from kvstore.tiers.catalogue import map_bytes as catalogue_bytes
 from kvstore.tiers.catalogue_row import worst_row_bytes
 from kvstore.tiers.catalogue_tables import Identity, Namespace, SegmentState
+from kvstore.tiers.catalogues import Catalogues, LmdbCatalogues, OwnedCatalogue
 from kvstore.tiers.clean_mark import take_mark, write_mark
 from kvstore.tiers.errors import ConfigError, StoreBusyError, StoreError
 from kvstore.tiers.failpoints import reach
@@ -69,8 +70,10 @@ class Volume:
         per: int,
         direct: bool,
         released: Callable[[list[int]], None],
+        catalogues: Catalogues | None = None,
     ) -> None:
         """per: slots_per_segment_max. released: called with slots whose removal was committed."""
+        self.catalogues = catalogues or LmdbCatalogues()
         self.path = path
         self.identity = identity
         self.budget_bytes = budget_bytes
@@ -78,7 +81,7 @@ class Volume:
         self.fds: dict[int, int] = {}
         self.classes: dict[int, int] = {}  # segment -> slot_bytes
         self.row_tokens: dict[int, int] = {}  # slot_bytes -> the most block_tokens of its rows
-        self.catalogue: Catalogue | None = None
+        self.catalogue: OwnedCatalogue | None = None
         self.writable = True  # Until the catalogue's device fails.
         self._io = io
         self._directory = -1
@@ -138,7 +141,7 @@ class Volume:
         """Where the catalogue's files lie."""
         return self.path / CATALOGUE_DIRECTORY
 
-    def open_catalogue(self, *, fresh: bool, keep_bytes: int = 0) -> Catalogue:
+    def open_catalogue(self, *, fresh: bool, keep_bytes: int = 0) -> OwnedCatalogue:
         """Open the catalogue, or make a new one in the place of what is there.
 
         keep_bytes: what its file has already; the map is at least as large.
@@ -151,7 +154,9 @@ class Volume:
                 if self._io.exists(file):
                     self._io.unlink(file)
         size = max(self._map_bytes({}), keep_bytes // PAGE * PAGE)
-        catalogue = Catalogue(data.parent, self._io, identity=self.identity, size_bytes=size)
+        catalogue = self.catalogues.own(
+            data.parent, self._io, identity=self.identity, size_bytes=size
+        )
         self.catalogue = catalogue
         if catalogue.grow(size) is not None:
             raise StoreError(f"{self.path} has no room for its catalogue; free some space there")
