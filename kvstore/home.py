@@ -1,12 +1,15 @@
-"""A store's directory: `lock`, `store.toml`, `counters`, and the disk tier's `disk0`.
+"""A store's directory: `lock`, `store.toml`, `counters`, `control`, and the disk tier's `disk0`.
 
 store.toml is written once, atomically, when the store is made: format, store id, hash, capacity and
 segment size. What it says counts over a configuration that differs, or the store is refused.
 """
 
+import errno
 import json
 import os
 import secrets
+import socket
+import stat
 import time
 import tomllib
 from collections.abc import Iterator
@@ -22,9 +25,10 @@ FORMAT = 1
 STORE_FILE = "store.toml"
 LOCK_FILE = "lock"
 COUNTERS_FILE = "counters"
+CONTROL_SOCKET = "control"
 STORE_FILE_MAX_BYTES = 65_536
 STORE_ID_BYTES = 16
-OWN_NAMES = {STORE_FILE, LOCK_FILE, COUNTERS_FILE, "disk0", "lost+found"}
+OWN_NAMES = {STORE_FILE, LOCK_FILE, COUNTERS_FILE, CONTROL_SOCKET, "disk0", "lost+found"}
 LOCK_TRIES = 5
 LOCK_PAUSE_S = 0.02
 OVERHEAD_BYTES = 64 << 10  # What lock, store.toml, counters and the directories take, rounded up.
@@ -76,6 +80,22 @@ class Home:
         io.truncate(self._lock_fd, 0)
         io.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
 
+    def listen(self, listener: socket.socket) -> None:
+        """Bind a unix socket to the name `control`; one that a dead owner left is removed.
+
+        Raises OSError, also where something else has that name.
+        """
+        io = self._io
+        if io.exists(CONTROL_SOCKET, directory=self._directory):
+            if not stat.S_ISSOCK(io.status(CONTROL_SOCKET, directory=self._directory).st_mode):
+                raise FileExistsError(errno.EEXIST, "not a socket", CONTROL_SOCKET)
+            io.unlink(CONTROL_SOCKET, directory=self._directory)
+        io.bind(listener, CONTROL_SOCKET, directory=self._directory)
+
+    def end_listening(self) -> None:
+        """Remove the name `control`. Raises OSError."""
+        self._io.unlink(CONTROL_SOCKET, directory=self._directory)
+
     @property
     def counters_path(self) -> Path:
         """Where the counters lie."""
@@ -95,9 +115,10 @@ class Home:
             f"paths = {json.dumps([str(path) for path in facts.paths])}\n"
         )
         with sentence(self.path / STORE_FILE):
-            self._replace(STORE_FILE, text.encode())
+            self.replace(STORE_FILE, text.encode())
 
-    def _replace(self, name: str, data: bytes) -> None:
+    def replace(self, name: str, data: bytes) -> None:
+        """Write a small file: whole or not at all, durable when this returns. Raises OSError."""
         temporary = name + ".new"
         fd = self._io.open(temporary, create=True, write=True, directory=self._directory)
         try:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from kvstore.counters import Counters, summary
 from kvstore.hashing.checksum import verify_runs
 from kvstore.home import COUNTERS_FILE, LOCK_FILE, StoreFacts, owner_alive, require_store
+from kvstore.labels import UNKNOWN, shown
 from kvstore.tiers.catalogue import Catalogue
 from kvstore.tiers.catalogue_row import Rows
 from kvstore.tiers.catalogue_tables import Namespace
@@ -29,8 +30,6 @@ from kvstore.tiers.record import ALIGN, RecordFormat
 from kvstore.tiers.segment import HEADER_BYTES, segment_name
 from kvstore.tiers.survey import catalogue_files
 from kvstore.tiers.walk import walk
-
-LABEL_UNKNOWN = "?"
 
 
 class Progress(Protocol):
@@ -149,14 +148,14 @@ def list_blocks(directory: Path, io: FileIo | None = None) -> Iterator[StoredBlo
     _refuse_own_process(directory, io)
     for volume in _volumes(directory, facts):
         with _catalogue(directory, volume, io) as catalogue:
-            labels = {n: space.label for n, space in catalogue.namespaces().items()}
+            labels = {n: shown(space.label) for n, space in catalogue.namespaces().items()}
             for batch, _ in catalogue.batches():
                 for block_tokens, rows in batch.items():
                     for row in rows:
                         yield StoredBlock(
                             key=bytes(row["key"]).hex(),
                             parent=bytes(row["parent"]).hex(),
-                            label=labels.get(int(row["namespace"]), LABEL_UNKNOWN),
+                            label=labels.get(int(row["namespace"]), UNKNOWN),
                             first_token=int(row["depth"]) * block_tokens,
                             block_tokens=block_tokens,
                             slot_bytes=int(row["slot_pages"]) * ALIGN,

@@ -7,7 +7,6 @@ here waits for a disk.
 import itertools
 import threading
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +17,7 @@ from kvstore.counters import Counters
 from kvstore.eviction import Evictor
 from kvstore.index import Index
 from kvstore.outcomes import Left
+from kvstore.plans import Dirty, SavePlan, SpaceFacts
 from kvstore.rows import VERIFIED, Ints, Longs
 from kvstore.sequence import Sequence
 from kvstore.ticket import Leases
@@ -25,50 +25,12 @@ from kvstore.tiers.base import MissReason, SaveDrop, TierName
 from kvstore.tiers.errors import StoreError
 from kvstore.tiers.failpoints import reach
 from kvstore.tiers.host import HostTier
-from kvstore.tiers.record import RecordFormat
 
 if TYPE_CHECKING:
     from kvstore.loading import LoadResult
     from kvstore.tiers.disk import DiskTier
 
 EVICT_BLOCKS = 32  # at a time, from a host tier of many blocks
-
-
-@dataclass(frozen=True)
-class SpaceFacts:
-    """What write-back must know of a namespace. layout: canonical bytes, or b"" where unknown."""
-
-    digest: bytes
-    record: RecordFormat
-    layout: bytes
-    label: str
-
-
-@dataclass
-class Dirty:
-    """Rows that host memory alone holds, root first, since a moment on the monotonic clock."""
-
-    rows: Ints
-    generations: npt.NDArray[np.uint32]
-    since_s: float
-
-
-@dataclass
-class SavePlan:
-    """Blocks first..last-1 of a chain are to be copied into `slots`.
-
-    anchor: the row before them, held until publish_save; -1 for none.
-    generations: uint64, of the records.  present: blocks before `first` that are there already.
-    drop: why blocks from `last` on are not saved, or None.
-    """
-
-    first: int
-    last: int
-    anchor: int
-    slots: Longs
-    generations: npt.NDArray[np.uint64]
-    present: int
-    drop: SaveDrop | None
 
 
 class Placement:

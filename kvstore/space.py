@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 from kvstore.hashing.chain import ChainFunction
 from kvstore.hashing.namespace import root_key
 from kvstore.identity import Identity
-from kvstore.placement import SpaceFacts
+from kvstore.labels import make_label
+from kvstore.plans import SpaceFacts
 from kvstore.pool import PagePool
 from kvstore.sequence import Sequence as TokenSequence
 from kvstore.tiers.layout import Layout
@@ -39,8 +40,8 @@ class Space:
 
     @property
     def label(self) -> str:
-        """For people: model and tenant, never the salt."""
-        return f"{self.identity.model[:80]} {self.identity.tenant[:40]}".strip()
+        """Model and tenant, never the salt: see kvstore.labels."""
+        return make_label(self.identity.model, self.identity.tenant)
 
     def facts(self) -> SpaceFacts:
         """What write-back needs of it."""

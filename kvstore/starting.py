@@ -5,7 +5,8 @@ import numpy.typing as npt
 
 from kvstore.bulk import StoredBlocks, bulk_load
 from kvstore.inspect import layout_of
-from kvstore.placement import Placement, SpaceFacts
+from kvstore.placement import Placement
+from kvstore.plans import SpaceFacts
 from kvstore.tiers.base import TierName
 from kvstore.tiers.catalogue_row import Rows, slots_of_rows
 from kvstore.tiers.failpoints import reach

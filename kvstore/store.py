@@ -13,16 +13,18 @@ import numpy as np
 
 from kvstore.clock import Clock
 from kvstore.config import Config, load_config
+from kvstore.control import Control
 from kvstore.counters import summary
 from kvstore.hashing.chain import ChainFunction, chain_function
 from kvstore.identity import Identity
-from kvstore.inspect import layout_of
+from kvstore.labels import shown
 from kvstore.loading import Load, Loader, LoadResult
 from kvstore.opening import Opened, open_parts
 from kvstore.pool import PagePool
 from kvstore.saving import Save, Saver
 from kvstore.sequence import Sequence
 from kvstore.space import Space
+from kvstore.space_rules import refuse_other_layout, refuse_too_large
 from kvstore.ticket import Lease, Ticket
 from kvstore.tiers.base import MissReason, TierName
 from kvstore.tiers.catalogues import Catalogues
@@ -81,6 +83,7 @@ class Store:
         self._saver = Saver(placement, config.save_queue_blocks, threads=threads)
         self._loader = Loader(placement, parts.disks, config.load_queue, threads=threads)
         self._writer = Writer(placement, self.config, threads=threads) if parts.disk else None
+        self._control: Control | None = None
         self._starter = threading.Thread(
             target=parts.starter.start, name="kvstore-start", daemon=True
         )
@@ -93,6 +96,8 @@ class Store:
             if parts.starter.failure is not None:
                 self.close()
                 raise parts.starter.failure
+        if threads and parts.home is not None:
+            self._control = Control(self, parts.home)
 
     # --- a namespace
 
@@ -133,9 +138,9 @@ class Store:
             if digest in self._spaces and chain is None:
                 return self._spaces[digest]
             space = Space(self, identity, -1, chain or chain_function(self.config.hash))
-            self._refuse_too_large(space.record.slot_bytes)
+            refuse_too_large(self._placement, space.record.slot_bytes)
             if not mixed:
-                self._refuse_other_layout(space)
+                refuse_other_layout(self._placement, space)
             space.number = self._parts.starter.space_number(digest, layout, space.record.slot_bytes)
             self._placement.spaces[space.number] = space.facts()
             self._spaces[digest] = space
@@ -145,33 +150,7 @@ class Store:
         """Model and tenant of every namespace that has blocks on disk, or had; sorted."""
         disk = self._placement.disk
         known = disk.namespaces().values() if disk is not None else ()
-        return sorted({namespace.label for namespace in known})
-
-    def _refuse_other_layout(self, space: Space) -> None:
-        disk, own = self._placement.disk, space.layout
-        there = disk.namespaces().values() if disk is not None else ()
-        if any(known.digest == space.digest for known in there):
-            return
-        for known in there:
-            stored = layout_of(known.layout)
-            if known.label == space.label and stored not in (None, own):
-                raise LayoutError(
-                    f"the store holds {space.label} with blocks of {stored}, not {own}; "
-                    "use that layout or another store, or keep both with mixed=True"
-                )
-
-    def _refuse_too_large(self, slot_bytes: int) -> None:
-        placement = self._placement
-        if not placement.host.fits(slot_bytes):
-            raise LayoutError(
-                f"a block takes {slot_bytes} bytes, more than a segment of host memory; "
-                f"give the host tier at least {slot_bytes * 32} bytes or lower block_tokens"
-            )
-        if placement.disk is not None and not placement.disk.slab.fits(slot_bytes):
-            raise LayoutError(
-                f"a block takes {slot_bytes} bytes, more than a segment on disk; "
-                f"give the disk tier at least {slot_bytes * 32} bytes or lower block_tokens"
-            )
+        return sorted({shown(namespace.label) for namespace in known})
 
     # --- the life of a request
 
@@ -340,6 +319,8 @@ class Store:
         if self._closed:
             return
         self._closed = True
+        if self._control is not None:
+            self._control.close()
         self._join_starter()
         self._saver.close()
         self._loader.close()

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from kvstore.config import Config
 from kvstore.eviction import Evictor
-from kvstore.placement import Dirty, Placement, SpaceFacts
+from kvstore.placement import Placement
+from kvstore.plans import Dirty, SpaceFacts
 from kvstore.rows import Ints, Longs
 from kvstore.tiers.base import TierName
 from kvstore.tiers.catalogue_row import Rows, rows_of

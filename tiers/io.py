@@ -6,6 +6,7 @@ LMDB makes its own calls; it is the one exception. Nothing here knows what the b
 import fcntl
 import mmap
 import os
+import socket
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -210,6 +211,16 @@ class FileIo:
         except BlockingIOError:
             return False
         return True
+
+    def bind(self, listener: socket.socket, name: str, *, directory: int) -> None:
+        """Give a unix socket a name in a directory, mode 0600 from its first instant."""
+        os.fchmod(listener.fileno(), FILE_MODE)
+        # The path of a unix socket has at most 107 bytes; this one is short wherever it leads.
+        listener.bind(f"/proc/self/fd/{directory}/{name}")
+
+    def connect(self, client: socket.socket, name: str, *, directory: int) -> None:
+        """Connect to the unix socket that has this name."""
+        client.connect(f"/proc/self/fd/{directory}/{name}")
 
     def memfd(self, name: str) -> int:
         """A file in memory without a name in any directory."""
