@@ -89,9 +89,16 @@ class DiskTier:
         self.per = self.slab.slots_per_segment_max
         self._io = io
         self._volumes = self._opened.volumes
-        self._writer = GroupWriter(io, submit, threads)
+        self._files = self._opened.files
+        self._writer = GroupWriter(
+            io,
+            self._files,
+            submit=submit,
+            threads=threads,
+            abandon=self._abandon,
+            is_abandoned=self.slab.is_quarantined,
+        )
         self._lock = threading.RLock()
-        self._sync_lock = threading.Lock()
         self._loaded = False
         self._uncommitted: set[int] = set()
         self._names = Namespaces()
@@ -216,17 +223,14 @@ class DiskTier:
         self.remove(remove)
         place(rows, slots, slot_bytes, self.per)
         reach("disk.write")
-        fault = self._writer.write(self._pieces(slots, records))
-        reach("disk.written")
-        if fault is not None:
+        failed = self._writer.write(self._pieces(slots, records))
+        if failed is not None:
             self.cancel(slots)
-            return WriteFailed(fault)
-        if planted("publish_before_sync"):
-            return self._commit(slots, rows, slot_bytes, remove)
-        safe, abandoned = self._sync(np.unique(self.slab.segments_of(slots)).tolist())
-        if not safe:
-            self.cancel(slots)
-            return WriteFailed(WriteFault.SYNC_FAILED, abandoned)
+            if failed.reason is WriteFault.SYNC_FAILED:
+                self.remove(failed.abandoned)
+                for number in np.unique(self._volumes_of(slots)).tolist():
+                    self._volumes[number].journal.commit(None)
+            return failed
         reach("disk.synced")
         return self._commit(slots, rows, slot_bytes, remove)
 
@@ -238,18 +242,15 @@ class DiskTier:
 
         Returns: None | IoFault.
         """
-        segment = slot // self.per
         fault = None
         for _ in range(2):
             try:
-                fd = self._fd(segment)
-                if self._io.pread(fd, buffer, self.slab.offset_of(slot)) == len(buffer):
-                    return None
+                with self._files.use(self._segment_of(slot)) as fd:
+                    if self._io.pread(fd, buffer, self.slab.offset_of(slot)) == len(buffer):
+                        return None
                 return IoFault(0, "the segment file is too short")
-            except KeyError:
-                return IoFault(errno.ENOENT, "the slot lies in no segment")
             except OSError as error:
-                fault = IoFault(error.errno or errno.EIO, error.strerror or str(error))
+                fault = _io_fault(error)
         return fault
 
     def read_record(
@@ -259,12 +260,11 @@ class DiskTier:
 
         Returns: None | IoFault | HeaderFault | BadRun.
         """
-        segment = slot // self.per
         try:
-            fd = self._fd(segment)
-        except KeyError:
-            return IoFault(errno.ENOENT, "the slot lies in no segment")
-        return read_record(self._io, fd, self.slab.offset_of(slot), buffer, check)
+            with self._files.use(self._segment_of(slot)) as fd:
+                return read_record(self._io, fd, self.slab.offset_of(slot), buffer, check)
+        except OSError as error:
+            return _io_fault(error)
 
     # --- sums and end
 
@@ -308,14 +308,17 @@ class DiskTier:
     def _volumes_of(self, slots: Slots) -> npt.NDArray[np.int64]:
         return self.slab.segments_of(slots) % len(self._volumes)
 
-    def _fd(self, segment: int) -> int:
-        return self._volumes[segment % len(self._volumes)].fds[segment]
+    def _segment_of(self, slot: int) -> int:
+        segment = slot // self.per
+        if segment not in self._volume_of(segment).segments:
+            raise FileNotFoundError(errno.ENOENT, "the slot lies in no segment")
+        return segment
 
     def _pieces(self, slots: Slots, records: Sequence[memoryview]) -> list[Piece]:
         segments = self.slab.segments_of(slots).tolist()
         offsets = self.slab.offsets_of(slots).tolist()
         return [
-            Piece(self._fd(segment), offset, record)
+            Piece(segment, offset, record)
             for segment, offset, record in zip(segments, offsets, records, strict=True)
         ]
 
@@ -324,28 +327,6 @@ class DiskTier:
         if not planted("reuse_before_commit"):
             with self._lock:
                 self.slab.release(np.array(slots, np.int64))
-
-    def _sync(self, segments: list[int]) -> tuple[bool, Slots]:
-        """Sync segments, and abandon those where it fails: what of them is durable is unknown.
-
-        Under one lock: the kernel tells of a lost write once, so whoever syncs next must find the
-        segment abandoned.
-
-        Returns: (whether all are durable, slots of the blocks that were lost with a segment).
-        """
-        lost: list[int] = []
-        with self._sync_lock:
-            for segment in segments:
-                if not self._writer.sync(self._fd(segment)):
-                    lost += self._abandon(segment)
-            with self._lock:
-                safe = not any(self.slab.is_quarantined(segment) for segment in segments)
-        slots = np.array(lost, np.int64)
-        if not safe:
-            self.remove(slots)
-            for segment in segments:
-                self._volume_of(segment).journal.commit(None)
-        return safe, slots
 
     def _abandon(self, segment: int) -> list[int]:
         """Quarantine a segment. Returns: the slots of its committed blocks."""
@@ -397,3 +378,7 @@ class DiskTier:
             self.slab.release(slots[~committed & ~unknown])
         self.remove(slots[committed])
         return WriteFailed(WriteFault(fault))
+
+
+def _io_fault(error: OSError) -> IoFault:
+    return IoFault(error.errno or errno.EIO, error.strerror or str(error))

@@ -26,6 +26,7 @@ from kvstore.tiers.catalogues import Catalogues, OwnedCatalogue
 from kvstore.tiers.errors import ConfigError, StoreError
 from kvstore.tiers.failpoints import reach
 from kvstore.tiers.io import FileIo
+from kvstore.tiers.open_files import OpenFiles
 from kvstore.tiers.rebuild import newest, scan_segment
 from kvstore.tiers.record import ALIGN
 from kvstore.tiers.segment import HEADER_BYTES, STORE_ID_BYTES, FileHeader
@@ -33,7 +34,7 @@ from kvstore.tiers.slab import Slab
 from kvstore.tiers.survey import Survey, refuse_no_room, survey
 from kvstore.tiers.volume import Volume, refuse_too_small
 
-SEGMENTS_MAX = 4096  # Each is an open file; more would meet the usual limit of descriptors.
+SEGMENTS_MAX = 4096  # A start reads the header of each, and sums go over all of them.
 VOLUMES_MAX = 64
 
 
@@ -90,6 +91,7 @@ class Opened:
     """The volumes of a tier with their files open, and what was found there."""
 
     volumes: list[Volume]
+    files: OpenFiles
     slab: Slab
     direct: bool
     found: list[Survey]
@@ -124,7 +126,9 @@ def open_volumes(
         text = f"{paths[0]} has no O_DIRECT: the disk tier goes through the page cache instead"
         warnings.warn(text, RuntimeWarning, stacklevel=4)
     slab = _slab(found, share, segment_bytes)
-    volumes = [
+    volumes: list[Volume] = []
+    files = OpenFiles(io, lambda segment: volumes[segment % count].open_segment(segment))
+    volumes += [
         Volume(
             path,
             io,
@@ -134,6 +138,7 @@ def open_volumes(
             direct=avoided,
             released=released,
             catalogues=catalogues,
+            files=files,
         )
         for path, identity in zip(paths, identities, strict=True)
     ]
@@ -146,7 +151,7 @@ def open_volumes(
         for volume in volumes:
             volume.close()
         raise
-    return Opened(volumes, slab, avoided, found, headers)
+    return Opened(volumes, files, slab, avoided, found, headers)
 
 
 def load_volumes(io: FileIo, opened: Opened, names: Namespaces) -> Loaded:
@@ -233,7 +238,7 @@ def _load(
     cost every block after it in its chain.
     """
     table = catalogue.segments()
-    for segment in sorted(volume.fds):
+    for segment in sorted(volume.segments):
         slot_bytes, state = table.get(segment, (0, SegmentState.USABLE))
         if state is SegmentState.QUARANTINED:
             volume.remove_segment(segment)
@@ -286,22 +291,23 @@ def _rebuild(io: FileIo, volume: Volume, slab: Slab, names: Namespaces) -> list[
     def number_of(digest: bytes) -> int | None:
         return names.number(Namespace(digest, b"", ""), NAMESPACES_MAX)
 
-    for segment in sorted(volume.fds):
+    for segment in sorted(volume.segments):
         if segment not in volume.classes or not slab.fits(volume.classes[segment]):
             volume.remove_segment(segment)
     per = slab.slots_per_segment_max
     groups: list[Rows] = []
     for segment, slot_bytes in sorted(volume.classes.items()):
         slots = slab.slots_in_segment(slot_bytes)
-        groups += scan_segment(
-            io,
-            volume.fds[segment],
-            segment=segment,
-            slot_bytes=slot_bytes,
-            slots=slots,
-            per=per,
-            namespace_number=number_of,
-        )
+        with volume.files.use(segment) as fd:
+            groups += scan_segment(
+                io,
+                fd,
+                segment=segment,
+                slot_bytes=slot_bytes,
+                slots=slots,
+                per=per,
+                namespace_number=number_of,
+            )
     kept, _ = newest(groups, per)
     merged: dict[int, list[Rows]] = {}
     for rows in kept:

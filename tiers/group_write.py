@@ -1,75 +1,138 @@
 """The bytes of a group on their way to segment files: several threads, then one sync a file."""
 
 import errno
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+
 from kvstore.tiers.catalogue import ROWS_PER_TXN
 from kvstore.tiers.catalogue_row import Rows
-from kvstore.tiers.disk_outcomes import Slots, WriteFault
+from kvstore.tiers.disk_outcomes import Slots, WriteFailed, WriteFault
+from kvstore.tiers.failpoints import planted, reach
 from kvstore.tiers.io import FileIo
+from kvstore.tiers.open_files import OpenFiles
 from kvstore.tiers.slab import Slab
 
 Submit = Callable[[Callable[[], None]], "Future[None]"]
 
 MERGE_BYTES = 1 << 20  # Neighbouring records go to the device in one call up to this size.
 INLINE_BYTES = 256 << 10  # A smaller group is not worth a second thread.
+FILES_AT_ONCE = 4  # A group that is scattered over more files holds no more of them open.
 
 
 class Piece(NamedTuple):
-    """One record and where it goes: a descriptor and a byte offset."""
+    """One record and where it goes: a segment and a byte offset in its file."""
 
-    fd: int
+    segment: int
     offset: int
     record: memoryview
 
 
 class GroupWriter:
-    """Writes groups with up to `threads` threads: the caller's own, and others by `submit`."""
+    """Writes groups with up to `threads` threads: the caller's own, and others by `submit`.
 
-    def __init__(self, io: FileIo, submit: Submit | None, threads: int) -> None:
+    abandon: called with a segment whose sync failed; returns the slots of the blocks that are lost
+    with it. is_abandoned: whether that happened to a segment. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        io: FileIo,
+        files: OpenFiles,
+        *,
+        submit: Submit | None,
+        threads: int,
+        abandon: Callable[[int], list[int]],
+        is_abandoned: Callable[[int], bool],
+    ) -> None:
         self._io = io
+        self._files = files
         self._submit = submit
         self._threads = threads if submit is not None else 1
+        self._abandon = abandon
+        self._is_abandoned = is_abandoned
+        self._sync_lock = threading.Lock()
 
-    def write(self, pieces: Sequence[Piece]) -> WriteFault | None:
-        """Write all pieces and wait for all, whatever happens. Nothing is synced.
+    def write(self, pieces: Sequence[Piece]) -> WriteFailed | None:
+        """Write all pieces and sync their files, FILES_AT_ONCE of them at a time.
 
-        Returns: None | NO_SPACE | IO_ERROR.
+        Each file is written and synced under one descriptor.
+        Returns: None, all is on the device | WriteFailed: NO_SPACE, IO_ERROR or SYNC_FAILED.
         """
         ordered = sorted(pieces, key=lambda piece: piece[:2])
-        size = sum(len(piece.record) for piece in ordered)
+        segments = list(dict.fromkeys(piece.segment for piece in ordered))
+        for first in range(0, len(segments), FILES_AT_ONCE):
+            few = segments[first : first + FILES_AT_ONCE]
+            part = [piece for piece in ordered if few[0] <= piece.segment <= few[-1]]
+            failed = self._write_files(few, part)
+            if failed is not None:
+                return failed
+        return None
+
+    def _write_files(self, segments: list[int], pieces: list[Piece]) -> WriteFailed | None:
+        with ExitStack() as uses:
+            try:
+                fds = {s: uses.enter_context(self._files.use(s)) for s in segments}
+            except OSError as error:
+                return WriteFailed(_fault(error))
+            fault = self._write_pieces(pieces, fds)
+            reach("disk.written")
+            if fault is not None:
+                return WriteFailed(fault)
+            return None if planted("publish_before_sync") else self._sync(fds)
+
+    def _write_pieces(self, pieces: list[Piece], fds: Mapping[int, int]) -> WriteFault | None:
+        """Write all pieces and wait for all, whatever happens. Nothing is synced."""
+        size = sum(len(piece.record) for piece in pieces)
         threads = 1 if size < INLINE_BYTES else self._threads
-        share = -(-len(ordered) // threads)
-        parts = [ordered[at : at + share] for at in range(0, len(ordered), share)]
+        share = -(-len(pieces) // threads)
+        parts = [pieces[at : at + share] for at in range(0, len(pieces), share)]
         faults: list[WriteFault] = []
         waiting = []
         if self._submit is not None:
-            waiting = [self._submit(partial(self._part, part, faults)) for part in parts[1:]]
+            waiting = [self._submit(partial(self._part, part, fds, faults)) for part in parts[1:]]
             parts = parts[:1]
         for part in parts:
-            self._part(part, faults)
+            self._part(part, fds, faults)
         for future in waiting:
             future.result()
         return faults[0] if faults else None
 
-    def sync(self, fd: int) -> bool:
-        """fdatasync a file. Returns: whether all that was written to it is on the device."""
-        try:
-            self._io.fdatasync(fd)
-        except OSError:
-            return False
-        return True
+    def _sync(self, fds: Mapping[int, int]) -> WriteFailed | None:
+        """Sync files, and abandon those where it fails: what of them is durable is unknown.
 
-    def _part(self, part: Sequence[Piece], faults: list[WriteFault]) -> None:
+        Under one lock: the kernel tells of a lost write once, so whoever syncs next must find the
+        segment abandoned.
+        """
+        lost: list[int] = []
+        with self._sync_lock:
+            for segment, fd in fds.items():
+                try:
+                    self._io.fdatasync(fd)
+                except OSError:
+                    lost += self._abandon(segment)
+            safe = not any(self._is_abandoned(segment) for segment in fds)
+        return None if safe else WriteFailed(WriteFault.SYNC_FAILED, np.array(lost, np.int64))
+
+    def _part(
+        self, part: Sequence[Piece], fds: Mapping[int, int], faults: list[WriteFault]
+    ) -> None:
         try:
             for run in _runs(part):
-                self._io.pwritev(run[0].fd, [piece.record for piece in run], run[0].offset)
+                records = [piece.record for piece in run]
+                self._io.pwritev(fds[run[0].segment], records, run[0].offset)
         except OSError as error:
-            full = error.errno in {errno.ENOSPC, errno.EDQUOT}
-            faults.append(WriteFault.NO_SPACE if full else WriteFault.IO_ERROR)
+            faults.append(_fault(error))
+
+
+def _fault(error: OSError) -> WriteFault:
+    full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+    return WriteFault.NO_SPACE if full else WriteFault.IO_ERROR
 
 
 def _runs(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
@@ -77,7 +140,7 @@ def _runs(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
     run: list[Piece] = []
     size = 0
     for piece in pieces:
-        follows = run and piece.fd == run[0].fd and piece.offset == run[0].offset + size
+        follows = run and piece.segment == run[0].segment and piece.offset == run[0].offset + size
         if run and not (follows and size + len(piece.record) <= MERGE_BYTES):
             yield run
             run, size = [], 0

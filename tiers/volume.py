@@ -9,6 +9,7 @@ segment is only added when it and its rows fit the budget. The slab and its lock
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from kvstore.tiers.catalogue import BASE_BYTES, LOCK_BYTES
@@ -21,6 +22,7 @@ from kvstore.tiers.errors import ConfigError, StoreBusyError, StoreError
 from kvstore.tiers.failpoints import reach
 from kvstore.tiers.io import FileIo, aligned_buffer, open_own_directory
 from kvstore.tiers.journal import Journal
+from kvstore.tiers.open_files import OpenFiles
 from kvstore.tiers.segment import (
     HEADER_BYTES,
     SEGMENT_MAGIC,
@@ -70,15 +72,20 @@ class Volume:
         per: int,
         direct: bool,
         released: Callable[[list[int]], None],
+        files: OpenFiles,
         catalogues: Catalogues | None = None,
     ) -> None:
-        """per: slots_per_segment_max. released: called with slots whose removal was committed."""
+        """per: slots_per_segment_max. released: called with slots whose removal was committed.
+
+        files: of all volumes; they open what they need by `open_segment`.
+        """
         self.catalogues = catalogues or LmdbCatalogues()
         self.path = path
         self.identity = identity
         self.budget_bytes = budget_bytes
         self.direct = direct
-        self.fds: dict[int, int] = {}
+        self.files = files
+        self.segments: set[int] = set()  # that have a file
         self.classes: dict[int, int] = {}  # segment -> slot_bytes
         self.row_tokens: dict[int, int] = {}  # slot_bytes -> the most block_tokens of its rows
         self.catalogue: OwnedCatalogue | None = None
@@ -91,7 +98,7 @@ class Volume:
     # --- start and end
 
     def open_files(self, found: Survey) -> dict[int, FileHeader]:
-        """Make or open the directory and every segment file; take the volume's lock.
+        """Make or open the directory, take the volume's lock, read every segment's header.
 
         Returns the headers of the segments; one whose header is damaged has none. Raises
         StoreError, StoreBusyError or ConfigError.
@@ -100,10 +107,7 @@ class Volume:
         try:
             headers: dict[int, FileHeader] = {}
             for segment in found.segments:
-                fd = self._io.open(
-                    segment_name(segment), write=True, direct=self.direct, directory=self._directory
-                )
-                self.fds[segment] = fd
+                self.segments.add(segment)
                 header = self._read_segment_header(segment)
                 if header is not None:
                     headers[segment] = header
@@ -165,7 +169,8 @@ class Volume:
 
     def remove_segment(self, segment: int) -> None:
         """Remove the file of a segment that holds no block, at start."""
-        self._io.close(self.fds.pop(segment))
+        self.files.forget(segment)
+        self.segments.discard(segment)
         self.classes.pop(segment, None)
         self._io.unlink(segment_name(segment), directory=self._directory)
 
@@ -180,21 +185,28 @@ class Volume:
                 reach("stop.mark")
                 data, _ = catalogue_files(self.path)
                 write_mark(self._io, self._directory, data, used, self.identity.store_id)
-        for fd in (*self.fds.values(), self._header_fd, self._directory):
+        for segment in self.segments:
+            self.files.forget(segment)
+        for fd in (self._header_fd, self._directory):
             if fd >= 0:
                 self._io.close(fd)
-        self.fds.clear()
+        self.segments.clear()
         self._header_fd = self._directory = -1
 
     # --- segments
 
+    def open_segment(self, segment: int) -> int:
+        """A new descriptor of a segment's file, for `files`. Raises OSError."""
+        name = segment_name(segment)
+        return self._io.open(name, write=True, direct=self.direct, directory=self._directory)
+
     def restore_segment(self, segment: int, slot_bytes: int) -> None:
         """At start: a segment of this class exists. Its file gets its full size if it lost it."""
-        fd = self.fds[segment]
         self.classes[segment] = slot_bytes
-        if self._io.size(fd) != self.identity.segment_bytes:
-            self._io.truncate(fd, self.identity.segment_bytes)
-            self._io.allocate(fd, self.identity.segment_bytes)
+        with self.files.use(segment) as fd:
+            if self._io.size(fd) != self.identity.segment_bytes:
+                self._io.truncate(fd, self.identity.segment_bytes)
+                self._io.allocate(fd, self.identity.segment_bytes)
 
     def room_for_rows(self, slot_bytes: int, block_tokens: int) -> bool:
         """Whether rows of so many tokens fit the map, for all slots of the class; grows the map."""
@@ -216,27 +228,11 @@ class Volume:
         new = {segment: slot_bytes}
         if not self.has_room(slot_bytes) or not self._grow_map(new):
             return False
-        name = segment_name(segment)
-        fd = -1
         try:
-            fd = self._io.open(
-                name,
-                create=True,
-                exclusive=True,
-                write=True,
-                direct=self.direct,
-                directory=self._directory,
-            )
-            self._io.allocate(fd, self.identity.segment_bytes)
-            self._write_segment_header(fd, segment, slot_bytes)
-            self._io.fsync(self._directory)
+            self._make_segment(segment, slot_bytes)
         except OSError:
-            if fd >= 0:
-                self._io.close(fd)
-                self._io.unlink(name, directory=self._directory)
             return False
         reach("disk.add_segment")
-        self.fds[segment] = fd
         self._set_class(segment, slot_bytes)
         return True
 
@@ -247,7 +243,7 @@ class Volume:
         if not self._grow_map({segment: slot_bytes}):
             return False
         try:
-            self._write_segment_header(self.fds[segment], segment, slot_bytes)
+            self.rewrite_header(segment, slot_bytes)
         except OSError:
             return False
         self._set_class(segment, slot_bytes)
@@ -258,8 +254,9 @@ class Volume:
         self.journal.set_segment(segment, self.classes[segment], SegmentState.QUARANTINED)
 
     def rewrite_header(self, segment: int, slot_bytes: int) -> None:
-        """At start: write a segment's damaged header again. Raises OSError."""
-        self._write_segment_header(self.fds[segment], segment, slot_bytes)
+        """Write a segment's header again. Raises OSError."""
+        with self.files.use(segment) as fd:
+            self._write_segment_header(fd, segment, slot_bytes)
 
     # --- sums
 
@@ -268,16 +265,12 @@ class Volume:
         total = 0
         places = [self.path, self.path / CATALOGUE_DIRECTORY, *catalogue_files(self.path)]
         places += [self.path / VOLUME_FILE, self.path / CLEAN_FILE]
+        places += [self.path / segment_name(segment) for segment in list(self.segments)]
         for place in places:
             try:
                 total += self._io.status(place).st_blocks * 512
             except OSError:
                 continue  # Not made yet, or gone.
-        for fd in list(self.fds.values()):
-            try:
-                total += self._io.allocated_bytes(fd)
-            except OSError:
-                continue
         return total
 
     # --- inside
@@ -298,6 +291,29 @@ class Volume:
 
     def _grow_map(self, new: dict[int, int]) -> bool:
         return self.catalogue is not None and self.catalogue.grow(self._map_bytes(new)) is None
+
+    def _make_segment(self, segment: int, slot_bytes: int) -> None:
+        """Make a file with all its blocks and its header, durably. Raises OSError."""
+        name, directory = segment_name(segment), self._directory
+        if segment in self.segments:  # What a failure left, and could not remove either.
+            self._io.unlink(name, directory=directory)
+            self.segments.discard(segment)
+        fd = self._io.open(
+            name, create=True, exclusive=True, write=True, direct=self.direct, directory=directory
+        )
+        self.segments.add(segment)
+        try:
+            self._io.allocate(fd, self.identity.segment_bytes)
+            self._write_segment_header(fd, segment, slot_bytes)
+            self._io.fsync(directory)
+        except OSError:
+            with suppress(OSError):
+                self._io.unlink(name, directory=directory)
+                self.segments.discard(segment)
+            raise
+        finally:
+            with suppress(OSError):
+                self._io.close(fd)
 
     def _set_class(self, segment: int, slot_bytes: int) -> None:
         self.classes[segment] = slot_bytes
@@ -326,8 +342,9 @@ class Volume:
 
     def _read_segment_header(self, segment: int) -> FileHeader | None:
         buffer = aligned_buffer(HEADER_BYTES)
-        if self._io.pread(self.fds[segment], buffer, 0) != HEADER_BYTES:
-            return None
+        with self.files.use(segment) as fd:
+            if self._io.pread(fd, buffer, 0) != HEADER_BYTES:
+                return None
         header = parse_header(bytes(buffer), SEGMENT_MAGIC)
         if not isinstance(header, FileHeader) or header.segment != segment:
             return None
