@@ -189,11 +189,13 @@ def read_facts(path: Path, io: FileIo) -> StoreFacts | None:
             hash=str(document["hash"]),
             disk_capacity_bytes=int(document["disk_capacity_bytes"]),
             disk_segment_bytes=int(document["disk_segment_bytes"]),
-            paths=tuple(Path(p) for p in document["paths"]),
+            # The home is where the file lies: a store that was moved or copied must not open
+            # the blocks at its old place.
+            paths=(path.resolve(), *(Path(p) for p in document["paths"][1:])),
         )
         if (
             len(facts.store_id) != STORE_ID_BYTES
-            or not facts.paths
+            or not document["paths"]
             or not 0 < facts.disk_segment_bytes < facts.disk_capacity_bytes
         ):
             raise ValueError("a value is out of range")

@@ -1,6 +1,7 @@
 """A store's directory: whose it is, what may lie in it, and that a refusal changes nothing."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,17 @@ def test_facts_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert Home(path, IO).facts() == facts
     assert path.stat().st_mode & 0o777 == 0o700
     assert {p.name for p in path.iterdir()} == {LOCK_FILE, STORE_FILE}
+
+
+def test_a_store_that_was_moved_or_copied_lies_where_its_file_lies(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    home = Home(old, IO)
+    home.write_facts(facts_of(old))
+    home.close()
+    shutil.copytree(old, new)
+    facts = require_store(new, IO)
+    assert facts.paths == (new, *facts_of(old).paths[1:])
+    assert require_store(old, IO).paths[0] == old
 
 
 def test_a_second_owner_is_refused_by_name_and_may_come_later(tmp_path: Path) -> None:
