@@ -24,6 +24,7 @@ SEGMENT_MAX_BYTES = 64 << 20
 SEGMENTS_AIM = 32
 SEGMENTS_MAX = 256  # each is an open file on disk
 CAPACITY_MIN_BYTES = 4 << 20
+WRITES_MIN_BYTES = 16 << 20  # A day's; with less, pages of the catalogue would not stay within 5 %.
 CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -37,6 +38,8 @@ class Config:
     host_capacity_bytes: host memory for blocks, headers included; 0 means the default.
     disk_paths: directories of the disk tier, one for each device; the first is the store's home.
     disk_capacity_bytes: bytes on disk over all paths, catalogue included; 0 means the default.
+    disk_writes_per_day_bytes: what may be written to disk in a day, catalogue included; 0 means no
+      limit. It is kept within 5 %; what is over it stays in host memory alone.
     persist: keep the host arena as a file on tmpfs, so that it outlives a killed owner.
     arena_directory: the tmpfs that a persistent arena lies in.
     direct: use O_DIRECT where the filesystem has it.
@@ -52,6 +55,7 @@ class Config:
     host_capacity_bytes: int = 0
     disk_paths: tuple[Path, ...] = ()
     disk_capacity_bytes: int = 0
+    disk_writes_per_day_bytes: int = 0
     persist: bool = False
     arena_directory: Path = Path("/dev/shm")
     direct: bool = True
@@ -82,6 +86,12 @@ class Config:
             size = getattr(self, name)
             if size and size < CAPACITY_MIN_BYTES:
                 raise ConfigError(f"{name} is {size}; give the tier at least {CAPACITY_MIN_BYTES}")
+        writes = self.disk_writes_per_day_bytes
+        if writes and writes < WRITES_MIN_BYTES:
+            raise ConfigError(
+                f"disk_writes_per_day_bytes is {writes}; give at least {WRITES_MIN_BYTES}, "
+                "or 0 for no limit"
+            )
         if len(set(self.disk_paths)) != len(self.disk_paths):
             raise ConfigError("a disk path is listed twice; list each device's directory once")
 
@@ -101,6 +111,7 @@ TOML_OPTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "disk": {
         "paths": ("disk_paths", "paths"),
         "capacity": ("disk_capacity_bytes", "size"),
+        "writes_per_day": ("disk_writes_per_day_bytes", "size"),
         "direct": ("direct", "bool"),
         "threads": ("io_threads", "int"),
     },
@@ -117,11 +128,12 @@ ARGUMENTS: dict[str, tuple[str, str]] = {
     "host": ("host_capacity_bytes", "size"),
     "disk": ("disk_paths", "paths"),
     "disk_capacity": ("disk_capacity_bytes", "size"),
+    "disk_writes_per_day": ("disk_writes_per_day_bytes", "size"),
     **{
         name: pair
         for table in TOML_OPTIONS.values()
         for name, pair in table.items()
-        if name not in ("capacity", "paths", "directory", "threads")
+        if name not in ("capacity", "paths", "directory", "threads", "writes_per_day")
     },
     "arena_directory": ("arena_directory", "path"),
     "io_threads": ("io_threads", "int"),

@@ -47,6 +47,10 @@ NAMES: tuple[str, ...] = (
     *(f"{tier}_capacity_bytes" for tier in TIERS),
     *(f"{tier}_used_bytes" for tier in TIERS),
     *(f"{tier}_blocks" for tier in TIERS),
+    "evicted_blocks.unwritten",  # of host memory, that never got to disk
+    "disk_writes_bytes",
+    *(f"disk_writes_{name}" for name in ("day", "today_bytes", "limit_bytes", "spent_bytes")),
+    *(f"disk_writes_{name}_ms" for name in ("wall", "monotonic")),
 )
 _AT = {name: at for at, name in enumerate(NAMES)}
 if HEADER.size + 8 * len(NAMES) > FILE_BYTES:

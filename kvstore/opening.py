@@ -21,6 +21,7 @@ from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.errors import ConfigError, StoreError
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.io import FileIo, open_own_directory
+from kvstore.write_budget import WriteBudget
 
 ROWS_EXPECTED_MAX = 1 << 20
 SLOT_TYPICAL_BYTES = 256 << 10
@@ -64,6 +65,7 @@ class Opened:
         self.host.close(keep=False)
         if self.disk is not None:
             self.disk.close()
+            self.placement.budget.charge(self.disk.room.written_bytes)
         self.counters.close()
         if self.home is not None:
             self.home.close()
@@ -115,7 +117,10 @@ def open_parts(
         rows = (config.host_capacity_bytes + config.disk_capacity_bytes) // SLOT_TYPICAL_BYTES
         index = Index(tiers, rows_expected=min(max(rows, 1024), ROWS_EXPECTED_MAX))
         leases = Leases(config.lease_s, clock)
-        placement = Placement(index, host, disk, counters, boot=boot, leases=leases, clock=clock)
+        budget = WriteBudget(config.disk_writes_per_day_bytes, clock, counters)
+        placement = Placement(
+            index, host, disk, counters, boot=boot, leases=leases, clock=clock, budget=budget
+        )
         undo.pop_all()
         return Opened(config, home, counters, host, disk, disks, placement, Starter(placement))
 

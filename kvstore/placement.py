@@ -25,6 +25,7 @@ from kvstore.tiers.base import MissReason, SaveDrop, TierName
 from kvstore.tiers.errors import StoreError
 from kvstore.tiers.failpoints import reach
 from kvstore.tiers.host import HostTier
+from kvstore.write_budget import WriteBudget
 
 if TYPE_CHECKING:
     from kvstore.loading import LoadResult
@@ -46,6 +47,7 @@ class Placement:
         boot: int,
         leases: Leases,
         clock: Clock,
+        budget: WriteBudget,
     ) -> None:
         self.lock = threading.RLock()
         self.index = index
@@ -60,6 +62,7 @@ class Placement:
         self.spaces: dict[int, SpaceFacts] = {}  # by their number in the index
         self.leases = leases
         self.clock = clock
+        self.budget = budget
         self._evict_host = Evictor(index, TierName.HOST)
         self._generation = itertools.count(boot << 32)
 
@@ -208,7 +211,7 @@ class Placement:
         rows = self._evict_host.coldest(count, slot_bytes=slot_bytes, clean_only=clean)
         left = self.index.clear(TierName.HOST, rows)
         if len(left.rows):
-            self.counters.add("evicted_blocks.host", len(left.rows))
+            self._count_evicted(left.rows)
             reach("host.evict")
             self.release_host_slots(left.free_slots)
             return True
@@ -217,10 +220,17 @@ class Placement:
     def _only_clean(self) -> bool:
         """Whether host memory gives up only what is on disk too.
 
-        Not while the disk takes nothing, and not when write-back has passed over what is left:
-        blocks that never get to disk would freeze host memory.
+        Not while the disk takes nothing or the day's budget is spent, and not when write-back has
+        passed over what is left: blocks that never get to disk would freeze host memory.
         """
-        return self.disk is not None and bool(self.dirty) and not self.writes_fail
+        writes = not self.writes_fail and self.budget.ready()
+        return self.disk is not None and bool(self.dirty) and writes
+
+    def _count_evicted(self, rows: Ints) -> None:
+        self.counters.add("evicted_blocks.host", len(rows))
+        if self.disk is not None:
+            unwritten = int((self.index.slots(TierName.DISK, rows) < 0).sum())
+            self.counters.add("evicted_blocks.unwritten", unwritten)
 
     def _steal_host_segment(self, slot_bytes: int) -> bool:
         """Give the coldest segment of another size to this one; its blocks and all below leave."""
@@ -231,7 +241,7 @@ class Placement:
         first = segment * slab.slots_per_segment_max
         rows = self.index.rows_in_slots(TierName.HOST, first, first + slab.slots_per_segment_max)
         left = self.index.drop_subtree(rows, TierName.HOST)
-        self.counters.add("evicted_blocks.host", len(left.rows))
+        self._count_evicted(left.rows)
         self.release_host_slots(left.free_slots)
         if len(slab.slots_of(segment)):
             return False

@@ -1,5 +1,8 @@
 """Write-back: what host memory alone holds goes to disk in the background, root-first, in groups.
 
+The daily budget (write_budget.py) is asked before a group is taken. Without allowance nothing is
+written and host memory is evicted as if the disk took nothing; flush and close leave the rest.
+
 A group is up to GROUP_BLOCKS blocks of one namespace. While one group is committed the next is
 written. When the disk is full, colder blocks give way: their removal rides on the next commit, and
 a reserve of free slots keeps groups from waiting for it. A block that is colder than all
@@ -45,6 +48,7 @@ class Group:
     rows: Ints
     parents: Ints
     age: int  # of its oldest block: only older blocks give way to it
+    planned_bytes: int = 0  # of the daily budget
 
 
 @dataclass
@@ -106,6 +110,10 @@ class Writer:
         self._step_through()
         for thread in self._threads:
             thread.join()
+        with self._changed:
+            left = [self._wanted(batch.rows, batch.generations) for batch in self._aside]
+            lost = len(np.unique(np.concatenate(left))) if left else 0
+            self._placement.counters.add("evicted_blocks.unwritten", lost)
 
     def step(self, wait_s: float = 0.0) -> bool:
         """Write the next group if one is due; else wait so long for something to change.
@@ -145,7 +153,7 @@ class Writer:
             return False
         if self._closed or self._flushing:
             return True
-        if placement.clock.monotonic() < self._retry_at:
+        if placement.clock.monotonic() < self._retry_at or not placement.budget.ready():
             return False
         if placement.short_of_room:
             placement.short_of_room = False
@@ -201,6 +209,11 @@ class Writer:
         if len(needed) > GROUP_BLOCKS:
             placement.mark_dirty_first(needed[GROUP_BLOCKS:])
             needed = needed[:GROUP_BLOCKS]
+        slot_bytes = placement.spaces[space].record.slot_bytes
+        fit = self._within_budget(needed, slot_bytes)
+        if not fit:
+            return None
+        needed = needed[:fit]
         parents = index.rows.parent[needed]
         parents = np.unique(parents[parents >= 0])
         parents = parents[index.slots(TierName.DISK, parents) >= 0]
@@ -209,7 +222,22 @@ class Writer:
         self._flying.update(needed.tolist())
         self._groups += 1
         age = int(index.rows.age[needed].min())
-        return Group(self._groups, placement.spaces[space], needed, parents, age)
+        space_facts = placement.spaces[space]
+        return Group(self._groups, space_facts, needed, parents, age, fit * slot_bytes)
+
+    def _within_budget(self, rows: Ints, slot_bytes: int) -> int:
+        """How many of the rows the day's budget lets write; the others are queued again.
+
+        A flush, or a stop, takes what there is and does not wait for more.
+        """
+        placement, hurry = self._placement, self._closed or self._flushing > 0
+        placement.budget.charge(self._disk.room.written_bytes)
+        fit = placement.budget.plan(slot_bytes, len(rows), urgent=hurry)
+        placement.mark_dirty_first(rows[fit:])
+        if not fit and hurry:
+            self._aside.extend(placement.dirty)
+            placement.dirty.clear()
+        return fit
 
     # --- room
 
@@ -326,6 +354,7 @@ class Writer:
     def _settle(self, group: Group, slots: Longs, outcome: Written | WriteFailed | None) -> None:
         """Publish a group that was written, or put it aside. Under the lock."""
         placement, rows = self._placement, group.rows[: len(slots)]
+        placement.budget.settle(group.planned_bytes, self._disk.room.written_bytes)
         if isinstance(outcome, Written):
             reach("writeback.publish")
             placed = placement.index.place(TierName.DISK, rows, slots)

@@ -43,7 +43,7 @@ from kvstore.tiers.catalogue_tables import (
 )
 from kvstore.tiers.errors import StoreError
 from kvstore.tiers.failpoints import reach
-from kvstore.tiers.io import FileIo, is_link
+from kvstore.tiers.io import FileIo, is_link, thread_written_bytes
 
 DATA_FILE = "data.mdb"
 LOCK_FILE = "lock.mdb"
@@ -118,6 +118,7 @@ class Catalogue:
         self._lock = threading.Lock()
         self._readonly = readonly
         self._broken = False
+        self.written_bytes = 0  # to its file, by this object; whole pages
         self.closed = False
         for name in (DATA_FILE, LOCK_FILE):
             if is_link(io, directory / name):
@@ -167,7 +168,7 @@ class Catalogue:
             parts = [change]
         with self._lock:
             for part in parts:
-                fault = self._commit_part(part)
+                fault = self._commit_counted(part)
                 if fault is not None:
                     return fault
         return None
@@ -186,6 +187,7 @@ class Catalogue:
                         part = memoryview(ZEROS)[: min(len(ZEROS), size_bytes - at)]
                         self._io.pwrite(fd, part, at)
                         at += len(part)
+                        self.written_bytes += len(part)
                     self._io.fdatasync(fd)
                 finally:
                     self._io.close(fd)
@@ -319,6 +321,16 @@ class Catalogue:
             self._env.set_mapsize(0)  # The owner's map grew: take over its size.
         return self._env.begin()
 
+    def _commit_counted(self, change: Change) -> CommitFault | None:
+        before = thread_written_bytes()
+        fault = self._commit_part(change)
+        after = thread_written_bytes()
+        size = _most_written(change)
+        if before is not None and after is not None:
+            size = after - before
+        self.written_bytes += -(-size // PAGE) * PAGE
+        return fault
+
     def _commit_part(self, change: Change) -> CommitFault | None:
         if self._broken:
             return CommitFault.DEVICE
@@ -360,3 +372,14 @@ class Catalogue:
             if not parse_rows([value], found) or keys_of(next(iter(found.values()))[0]) != [key]:
                 bad.append(bytes(key))
         return bad
+
+
+def _most_written(change: Change) -> int:
+    """Bytes a commit writes at most, near enough, where the system counts no bytes of threads.
+
+    A page of its own for each row that is removed, half-full pages of new rows, and the path from
+    the root to them in each of four tables and in LMDB's own two.
+    """
+    rows = sum(rows.nbytes for rows in change.rows)
+    names = sum(len(namespace.pack()) for namespace in change.namespaces.values())
+    return PAGE * (24 + len(change.removed) + len(change.segments)) + 2 * (rows + names)

@@ -17,6 +17,7 @@ class OwnedCatalogue(Protocol):
     """A volume's catalogue as its owner uses it. Each method is described at Catalogue's."""
 
     closed: bool
+    written_bytes: int
 
     def commit(self, change: Change) -> CommitFault | None: ...
     def grow(self, size_bytes: int) -> CommitFault | None: ...

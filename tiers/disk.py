@@ -102,7 +102,7 @@ class DiskTier:
         self._loaded = False
         self._uncommitted: set[int] = set()
         self._names = Namespaces()
-        self._room = Room(self.slab, self._volumes)
+        self.room = Room(self.slab, self._volumes)
 
     def load(self) -> Loaded:
         """Read the catalogues, or rebuild damaged ones. Once, before anything is reserved.
@@ -148,7 +148,7 @@ class DiskTier:
         with self._lock:
             if not self._loaded or not self.slab.fits(slot_bytes):
                 return NO_SLOTS
-            taken = self._room.reserve(slot_bytes, count, near, block_tokens)
+            taken = self.room.reserve(slot_bytes, count, near, block_tokens)
             reach("disk.reuse")
             self._uncommitted.update(taken.tolist())
         return taken
@@ -194,7 +194,7 @@ class DiskTier:
     def has_room(self, slot_bytes: int) -> bool:
         """Whether another segment could be added for a class."""
         with self._lock:
-            return self._room.has_room(slot_bytes)
+            return self.room.has_room(slot_bytes)
 
     def reassign(self, segment: int, slot_bytes: int) -> bool:
         """Give a segment to another class: class stealing. All its blocks must be gone by a commit.
@@ -202,7 +202,7 @@ class DiskTier:
         Returns: whether it could; False also while a block of it is left.
         """
         with self._lock:
-            return self.slab.fits(slot_bytes) and self._room.reassign(segment, slot_bytes)
+            return self.slab.fits(slot_bytes) and self.room.reassign(segment, slot_bytes)
 
     # --- bytes
 
@@ -220,6 +220,7 @@ class DiskTier:
         """
         with self._lock:
             slot_bytes = refuse_bad_group(self.slab, self._uncommitted, slots, records, rows)
+            self.room.record_bytes += len(slots) * slot_bytes
         self.remove(remove)
         place(rows, slots, slot_bytes, self.per)
         reach("disk.write")

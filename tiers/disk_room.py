@@ -16,8 +16,14 @@ class Room:
     def __init__(self, slab: Slab, volumes: list[Volume]) -> None:
         self._slab = slab
         self._volumes = volumes
+        self.record_bytes = 0  # handed to the devices, failed writes included
         owners = np.arange(slab.segments_max) % len(volumes)
         self._masks = owners == np.arange(len(volumes))[:, None]
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes written so far, by this object, to segment files and catalogues."""
+        return self.record_bytes + sum(volume.written_bytes for volume in self._volumes)
 
     def reserve(self, slot_bytes: int, count: int, near: int | None, block_tokens: int) -> Slots:
         """Up to `count` slots, in the volume of `near` while it has room, then in the others."""

@@ -90,6 +90,7 @@ class Volume:
         self.row_tokens: dict[int, int] = {}  # slot_bytes -> the most block_tokens of its rows
         self.catalogue: OwnedCatalogue | None = None
         self.writable = True  # Until the catalogue's device fails.
+        self._header_bytes = 0  # written so far
         self._io = io
         self._directory = -1
         self._header_fd = -1
@@ -273,6 +274,12 @@ class Volume:
                 continue  # Not made yet, or gone.
         return total
 
+    @property
+    def written_bytes(self) -> int:
+        """Bytes written to headers of segments and to the catalogue since this was opened."""
+        catalogue = self.catalogue
+        return self._header_bytes + (catalogue.written_bytes if catalogue is not None else 0)
+
     # --- inside
 
     def _need(self, new: dict[int, int]) -> int:
@@ -367,6 +374,7 @@ class Volume:
             slot_bytes,
         )
         buffer[:] = header.pack()
+        self._header_bytes += HEADER_BYTES
         self._io.pwrite(fd, buffer, 0)
         self._io.fdatasync(fd)
 

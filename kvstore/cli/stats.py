@@ -2,8 +2,10 @@
 
 from kvstore.cli.options import JsonOption, StoreOption
 from kvstore.cli.output import print_json, print_lines, print_table
+from kvstore.clock import Clock
 from kvstore.inspect import read_stats
 from kvstore.sizes import format_size
+from kvstore.write_budget import written_today_bytes
 
 
 def stats(store: StoreOption, as_json: JsonOption = False) -> None:
@@ -28,6 +30,10 @@ def stats(store: StoreOption, as_json: JsonOption = False) -> None:
     print_lines(
         f"tokens asked: {found.tokens_asked}", f"tokens hit: {sum(found.tokens_hit.values())}"
     )
+    limit = found.counters["disk_writes_limit_bytes"]
+    written = written_today_bytes(found.counters, Clock().time())
+    of = f" of {format_size(limit)}" if limit else ", without a limit"
+    print_lines(f"written to disk today (UTC): {format_size(written)}{of}")
     misses = [[reason, str(tokens)] for reason, tokens in found.misses.items() if tokens]
     if misses:
         print_table("Tokens missed, by reason", ["reason", "tokens"], misses)

@@ -3,6 +3,7 @@
 import errno
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvstore.tiers.io import Buffer, FileIo
@@ -98,3 +99,35 @@ class FullIo(FileIo):
     def allocate(self, fd: int, size: int, offset: int = 0) -> None:
         self._refuse()
         super().allocate(fd, size, offset)
+
+
+class WrittenIo(FileIo):
+    """Counts the bytes of writes: `segments` (whole files' writes), `records` of them, `others`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: Counter[str] = Counter()
+        self._segments: set[int] = set()
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def process_bytes() -> int:
+        """Bytes that this process has handed to write calls so far, LMDB's included."""
+        lines = Path("/proc/self/io").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("wchar:"))
+
+    def open(self, path: str | Path, **options: object) -> int:
+        fd = super().open(path, **options)  # type: ignore[arg-type]
+        with self._lock:
+            self._segments.discard(fd)
+            if str(path).endswith(".seg"):
+                self._segments.add(fd)
+        return fd
+
+    def pwritev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> None:
+        super().pwritev(fd, buffers, offset)
+        size = sum(len(buffer) for buffer in buffers)
+        with self._lock:
+            segment = fd in self._segments
+            self.written["segments" if segment else "others"] += size
+            self.written["records"] += size if segment and offset > 0 else 0
