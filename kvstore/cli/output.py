@@ -8,7 +8,14 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
 PROGRESS_AFTER_S = 2.0  # Shorter work shows no bar: it would only flicker.
@@ -51,6 +58,7 @@ def progress(what: str, *, shown: bool) -> Iterator[ProgressCall]:
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,

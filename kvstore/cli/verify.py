@@ -1,41 +1,81 @@
 """`kvstore verify`: read every stored block and check it."""
 
+import sys
+from typing import Annotated
+
 import typer
 
+from kvstore.bad_block import BadBlock
 from kvstore.cli.options import JsonOption, StoreOption
 from kvstore.cli.output import print_json, print_lines, print_table, progress
-from kvstore.inspect import verify_store
-from kvstore.sizes import format_size
+from kvstore.scrub import RATE_BESIDE_OWNER_BYTES, Verification, verify_store
+from kvstore.sizes import format_size, parse_size
 
 EXIT_BAD = 1
 BAD_SHOWN_MAX = 50
 
+RateOption = Annotated[
+    str | None,
+    typer.Option(
+        "--rate",
+        metavar="SIZE",
+        help="Bytes to read in a second at most; 0 for no limit. Unless told there is none, but "
+        f"{format_size(RATE_BESIDE_OWNER_BYTES)} while the store is in use.",
+        show_default=False,
+    ),
+]
+ResumeOption = Annotated[
+    bool, typer.Option("--resume", help="Go on where the last run was interrupted.")
+]
 
-def verify(store: StoreOption, as_json: JsonOption = False) -> None:
+
+def verify(
+    store: StoreOption,
+    rate: RateOption = None,
+    resume: ResumeOption = False,
+    as_json: JsonOption = False,
+) -> None:
     """Read every block on disk and check it. Changes nothing; the store may be in use.
 
-    A block is bad when its bytes are not those that were saved. The store serves none of these: it
-    finds them out itself, at the latest when they are asked for. Exit code 1 if any block is bad.
+    A block is bad when its bytes are not those that were saved, or when the block before it in its
+    prompt is not there. The store serves none of these: it finds them out itself, at the latest
+    when they are asked for. Exit code 1 if any block is bad; 130 after an interrupt, which keeps
+    the position for --resume.
     """
-    with progress("Reading", shown=not as_json) as advance:
-        found = verify_store(store, advance)
+    rate_bytes = None if rate is None else parse_size(rate, "--rate")
+    try:
+        with progress("Reading", shown=not as_json) as advance:
+            found = verify_store(store, advance, rate_bytes=rate_bytes, resume=resume)
+    except KeyboardInterrupt:
+        sys.stderr.write("kvstore: interrupted; verify --resume goes on from here\n")
+        raise
     if as_json:
         print_json(found.document())
     else:
-        rate = format_size(found.bytes / found.seconds) if found.seconds else "0 B"
-        print_lines(
-            f"{found.blocks} blocks, {format_size(found.bytes)}, read in {found.seconds:.1f} s "
-            f"({rate}/s); {len(found.bad)} bad"
-        )
-        if found.unchecked:
-            print_lines(
-                f"Of {found.unchecked} only the header was checked: their layout was lost with the "
-                "catalogue and comes back when their model is served again."
-            )
-        if found.bad:
-            rows = [[bad.key, bad.reason, bad.place] for bad in found.bad[:BAD_SHOWN_MAX]]
-            print_table("Bad blocks", ["key", "reason", "place"], rows)
-        if len(found.bad) > BAD_SHOWN_MAX:
-            print_lines(f"and {len(found.bad) - BAD_SHOWN_MAX} more; --json lists all")
+        _print(found)
     if found.bad:
         raise typer.Exit(EXIT_BAD)
+
+
+def _print(found: Verification) -> None:
+    rate = format_size(found.bytes / found.seconds) if found.seconds else "0 B"
+    print_lines(
+        f"{found.blocks} blocks, {format_size(found.bytes)}, read in {found.seconds:.1f} s "
+        f"({rate}/s{', the interrupted run included' if found.resumed else ''}); "
+        f"{len(found.bad)} bad"
+    )
+    if found.unchecked:
+        print_lines(
+            f"Of {found.unchecked} only the header was checked: their layout was lost with the "
+            "catalogue and comes back when their model is served again."
+        )
+    print_bad(found.bad)
+
+
+def print_bad(bad: list[BadBlock]) -> None:
+    """A table of bad blocks, the first BAD_SHOWN_MAX of them."""
+    if bad:
+        rows = [[block.key, block.reason, block.place] for block in bad[:BAD_SHOWN_MAX]]
+        print_table("Bad blocks", ["key", "reason", "place"], rows)
+    if len(bad) > BAD_SHOWN_MAX:
+        print_lines(f"and {len(bad) - BAD_SHOWN_MAX} more; --json lists all")

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import kvstore
-from kvstore.inspect import list_blocks, verify_store
+from kvstore.inspect import list_blocks
+from kvstore.scrub import verify_store
 from kvstore.tiers.errors import StoreError
 from kvstore.tiers.record import RecordFormat
 from support.stored import BLOCKS, LAYOUT, Stored, pages, prompt, run
@@ -36,7 +37,7 @@ def test_a_sound_store(stored: Stored) -> None:
     before = digests(stored.directory)
     ran = run("verify", "--store", stored.directory, "--json")
     assert (ran.code, ran.err) == (0, "")
-    assert set(ran.document) == {"blocks", "bytes", "bad", "seconds"}
+    assert set(ran.document) == {"blocks", "bytes", "bad", "unchecked", "seconds", "resumed"}
     assert ran.document["blocks"] == BLOCKS
     assert ran.document["bytes"] == BLOCKS * SHAPE.slot_bytes
     assert ran.document["bad"] == []
@@ -95,9 +96,11 @@ def test_a_short_segment_is_found(stored: Stored) -> None:
 
 
 def test_a_missing_segment_is_found(stored: Stored) -> None:
+    """Its rows name no slot any more."""
     for segment in stored.segments:
         segment.unlink()
-    assert len(verify_store(stored.directory).bad) == BLOCKS
+    found = verify_store(stored.directory)
+    assert [bad.reason for bad in found.bad] == ["no_slot"] * BLOCKS
 
 
 def test_a_broken_catalogue_is_bad_and_no_crash(stored: Stored) -> None:
@@ -106,7 +109,8 @@ def test_a_broken_catalogue_is_bad_and_no_crash(stored: Stored) -> None:
     data.write_bytes(b"\xa5" * size)
     ran = run("verify", "--store", stored.directory, "--json")
     assert ran.code == 1
-    assert ran.document["bad"] == [{"key": "", "reason": "catalogue"}]
+    place = str(stored.directory / "disk0")
+    assert ran.document["bad"] == [{"key": "", "reason": "catalogue", "place": place}]
 
 
 def test_beside_an_owner_that_keeps_writing(tmp_path: Path) -> None:
