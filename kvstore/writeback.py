@@ -46,6 +46,7 @@ class Group:
     number: int
     space: SpaceFacts
     rows: Ints
+    host: Longs  # their slots in host memory: kept by the holds, also if a row is dropped meanwhile
     parents: Ints
     age: int  # of its oldest block: only older blocks give way to it
     planned_bytes: int = 0  # of the daily budget
@@ -223,7 +224,8 @@ class Writer:
         self._groups += 1
         age = int(index.rows.age[needed].min())
         space_facts = placement.spaces[space]
-        return Group(self._groups, space_facts, needed, parents, age, fit * slot_bytes)
+        host = index.slots(TierName.HOST, needed)
+        return Group(self._groups, space_facts, needed, host, parents, age, fit * slot_bytes)
 
     def _within_budget(self, rows: Ints, slot_bytes: int) -> int:
         """How many of the rows the day's budget lets write; the others are queued again.
@@ -343,8 +345,7 @@ class Writer:
 
     def _write_records(self, group: Group, slots: Longs) -> Written | WriteFailed:
         placement, record = self._placement, group.space.record
-        rows = group.rows[: len(slots)]
-        host = placement.index.slots(TierName.HOST, rows).tolist()
+        host = group.host[: len(slots)].tolist()
         headers = np.stack([placement.host.header_view(s, record.header_bytes) for s in host])
         records = [placement.host.record_view(slot, record.slot_bytes) for slot in host]
         number = placement.disk_namespace(group.space)

@@ -9,6 +9,8 @@ import pytest
 
 from kvstore.store import Store
 from kvstore.store import open as open_store
+from kvstore.tiers.base import TierName
+from kvstore.tiers.failpoints import armed
 from kvstore.tiers.layout import Layout
 from support.checks import assert_at_rest, disk_usage
 from support.engine import Engine, prompt
@@ -163,3 +165,26 @@ def test_an_idle_store_takes_no_processor(tmp_path: Path) -> None:
         began = time.process_time()
         time.sleep(1.0)
         assert time.process_time() - began < 0.25
+
+
+def test_a_block_dropped_while_its_group_is_written_costs_nobody_else(tmp_path: Path) -> None:
+    """As when a reader finds a block of a taken-over arena bad before it gets to disk."""
+    with open_store(tmp_path / "store", **SIZES) as store:
+        engine = engine_of(store)
+        engine.save(tokens_of(1))
+        placement = store._placement
+        taken: list[int] = []
+
+        def drop_the_fourth() -> None:
+            if not taken:
+                with placement.lock:
+                    rows = placement.index.rows_of(tier=TierName.HOST)
+                    taken.append(int(rows[placement.index.rows.depth[rows] == 3][0]))
+                    placement.drop_bad(taken[0], TierName.HOST)
+
+        with armed("writeback.take", drop_the_fourth):
+            store.flush()
+        assert placement.index.blocks(TierName.DISK) == 3
+        assert store.counters()["write_failures"] == 0
+        assert engine.ask(tokens_of(1)).tokens == 3 * BLOCK
+        assert_at_rest(store)
