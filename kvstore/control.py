@@ -16,10 +16,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore.home import CONTROL_SOCKET, Home
+from kvstore.repair import Suspect
 from kvstore.tiers.errors import ConfigError, KvstoreError, StoreBusyError, StoreError
 from kvstore.tiers.io import FileIo
 
@@ -37,10 +39,6 @@ CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 Arguments = Mapping[str, Any]
 Command = Callable[["Store", Arguments], dict[str, Any]]
 
-# Closed: what is not here cannot be asked for. A command takes its arguments by `checked`, raises
-# KvstoreError for wrong ones, and answers what json can say.
-COMMANDS: dict[str, Command] = {}
-
 
 class OwnerGoneError(StoreError):
     """No process that owns the store answers."""
@@ -56,6 +54,20 @@ def checked(arguments: Arguments, fields: Mapping[str, type[Any]]) -> dict[str, 
         if type(value) is not fields[name]:
             raise ConfigError(f"{name} is {value!r:.100}; it must be a {fields[name].__name__}")
     return dict(arguments)
+
+
+def _drop_bad_blocks(store: "Store", arguments: Arguments) -> dict[str, Any]:
+    blocks = checked(arguments, {"blocks": list})["blocks"]
+    try:
+        suspects = [Suspect(int(s), int(i), bytes.fromhex(key)) for s, i, key in blocks]
+        return asdict(store.drop_bad_blocks(suspects))
+    except (ValueError, TypeError):
+        raise ConfigError("blocks is a list of [segment, index, key], not too many") from None
+
+
+# Closed: what is not here cannot be asked for. A command takes its arguments by `checked`, raises
+# KvstoreError for wrong ones, and answers what json can say.
+COMMANDS: dict[str, Command] = {"drop_bad_blocks": _drop_bad_blocks}
 
 
 class Control:

@@ -1,5 +1,7 @@
 """Starting: what the tiers hold goes into the index; lookups answer Miss(starting) meanwhile."""
 
+from collections.abc import Mapping
+
 import numpy as np
 import numpy.typing as npt
 
@@ -25,6 +27,11 @@ class Starter:
         self._placement = placement
         self._numbers: dict[bytes, int] = {}
         self.failure: BaseException | None = None
+
+    @property
+    def numbers(self) -> Mapping[bytes, int]:
+        """The index's numbers of all namespaces, by digest. Under the placement's lock."""
+        return self._numbers
 
     def space_number(self, digest: bytes, layout: Layout, slot_bytes: int) -> int:
         """The index's number of a namespace. Under the placement's lock."""

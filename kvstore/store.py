@@ -5,7 +5,7 @@ lookup -> load (host memory and disk into the engine's pages) -> [the engine com
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from kvstore.labels import shown
 from kvstore.loading import Load, Loader, LoadResult
 from kvstore.opening import Opened, open_parts
 from kvstore.pool import PagePool
+from kvstore.repair import Dropped, Suspect, drop_bad_blocks
 from kvstore.saving import Save, Saver
 from kvstore.sequence import Sequence
 from kvstore.space import Space
@@ -303,6 +304,11 @@ class Store:
         with self._placement.lock:
             self._placement.expire_leases()
             self._parts.check_integrity()
+
+    def drop_bad_blocks(self, suspects: Iterable[Suspect]) -> Dropped:
+        """Read blocks on disk again and drop those that are bad: see kvstore.repair."""
+        self._refuse_closed()
+        return drop_bad_blocks(self._placement, self._parts.starter.numbers, list(suspects))
 
     def leaks(self) -> dict[str, int]:
         """Leases and holds that are out now; all zero when nothing is under way."""
