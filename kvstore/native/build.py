@@ -4,8 +4,6 @@ A library's file name is the digest of its sources, the compiler's version, the 
 CPU, so a cache that is shared by machines or survives an upgrade never serves code made for
 another. Processes may race: each compiles to a name of its own and renames, so a reader sees a
 whole library or none.
-
-A library is code, so a cache directory or file that another user could have written is refused.
 """
 
 import ctypes
@@ -17,15 +15,16 @@ import subprocess
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from kvstore.native.cache import cache_directory, ours_alone, prune
 
 SOURCES_DIR = Path(__file__).parent
 COMPILERS = ("g++", "c++", "clang++")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")
 COMPILE_TIMEOUT_S = 300
-LIBRARIES_KEPT = 8  # of each name; older ones in the cache are removed after a compilation
 MESSAGE_MAX = 2000  # characters of the compiler's own words in a warning
 
 # While this is true `load` and `compile_library` give None and every caller takes its Python form.
@@ -117,43 +116,14 @@ def _find_or_compile(name: str, sources: list[Path], extra_flags: list[str]) -> 
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise FileNotFoundError("no C++ compiler was found; install g++ and start again")
-    directory = _cache_directory()
+    directory = cache_directory()
     if directory is None:
         raise PermissionError("no cache directory is ours alone; set XDG_CACHE_HOME to one")
     target = directory / f"{name}-{_digest(compiler, sources, extra_flags)}.so"
-    if not _ours_alone(target, stat.S_ISREG):
+    if not ours_alone(target, stat.S_ISREG):
         _compile(compiler, sources, extra_flags, target)
-        _prune(directory, name, keep=target)
+        prune(directory, name, keep=target)
     return target
-
-
-def _cache_directory() -> Path | None:
-    """The first directory of the usual places that we can make and that is ours alone."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    home = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~")) / ".cache"
-    shared = Path(tempfile.gettempdir()) / f"kvstore-{os.geteuid()}"
-    for directory in (home / "kvstore", shared):
-        if not directory.is_absolute():
-            continue
-        with suppress(OSError):
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if _ours_alone(directory, stat.S_ISDIR) and os.access(directory, os.W_OK | os.X_OK):
-                return directory
-    return None
-
-
-def _ours_alone(path: Path, is_kind: Callable[[int], bool]) -> bool:
-    """Whether path is of that kind (never a link), is ours, and nobody else can write it.
-
-    Raises PermissionError for a file that exists and is not: it is refused, never replaced.
-    """
-    try:
-        found = path.lstat()
-    except FileNotFoundError:
-        return False
-    if is_kind(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022:
-        return True
-    raise PermissionError(f"{path} could have been written by others; remove it and start again")
 
 
 def _digest(compiler: str, sources: list[Path], extra_flags: list[str]) -> str:
@@ -192,15 +162,6 @@ def _compile(compiler: str, sources: list[Path], extra_flags: list[str], target:
     finally:
         with suppress(FileNotFoundError):
             os.unlink(temporary)
-
-
-def _prune(directory: Path, name: str, keep: Path) -> None:
-    """Remove all but the newest libraries of this name, so that the cache stays bounded."""
-    with suppress(OSError):  # Another process prunes too; what is left over goes next time.
-        found = [path for path in directory.glob(f"{name}-*.so") if path != keep]
-        found.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-        for path in found[LIBRARIES_KEPT - 1 :]:
-            path.unlink()
 
 
 def _warn(reason: str) -> None:

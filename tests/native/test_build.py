@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.native import build
+from kvstore.native.cache import FILES_KEPT
 
 ANSWER = 'extern "C" int answer() { return %d; }\n'
 HEADER_ANSWER = '#include "answer.hpp"\nextern "C" int answer() { return ANSWER; }\n'
@@ -175,7 +176,7 @@ def test_the_cache_keeps_the_newest_libraries_of_a_name(cache: Path, source: Pat
             os.utime(old, (1000 - age, 1000 - age))
     path = build.compile_library("x", [source], [])
     assert path is not None
-    kept = {f"x-{age:032x}.so" for age in range(build.LIBRARIES_KEPT - 1)} | {path.name}
+    kept = {f"x-{age:032x}.so" for age in range(FILES_KEPT - 1)} | {path.name}
     assert {found.name for found in cache.glob("x-*")} == kept
     assert len(list(cache.glob("y-*"))) == 12
 
@@ -183,7 +184,7 @@ def test_the_cache_keeps_the_newest_libraries_of_a_name(cache: Path, source: Pat
 RACES = """
 import ctypes, sys
 from pathlib import Path
-from kvstore.native import build
+from kvstore.native import build, cache
 print("ready", flush=True)
 sys.stdin.read()
 path = build.compile_library("x", [Path(sys.argv[1])], [])
@@ -194,7 +195,7 @@ LOADS = """
 import sys, warnings
 import numpy as np
 from kvstore.hashing.checksum import run_checksums
-from kvstore.native import build
+from kvstore.native import build, cache
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     found = [build.load() is not None for _ in range(2)]
