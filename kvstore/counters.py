@@ -76,12 +76,12 @@ class Counters:
     def open(cls, path: Path, io: FileIo) -> "Counters":
         """The counters in `path`, created where there are none, for the store's one owner.
 
-        Raises StoreError for a file that is something else.
+        A file of zeros is a new one: power may go before its first page is on the device. Raises StoreError for a file that is something else.
         """
         fd = io.open(path, create=True, write=True)
         try:
-            if io.size(fd) == 0:
-                page = bytearray(FILE_BYTES)
+            page = bytearray(FILE_BYTES)
+            if io.size(fd) <= FILE_BYTES and not any(page[: io.pread(fd, page, 0)]):
                 HEADER.pack_into(page, 0, MAGIC, VERSION, len(NAMES))
                 io.pwrite(fd, page, 0)
             mapping = io.map(fd, FILE_BYTES) if io.size(fd) == FILE_BYTES else None

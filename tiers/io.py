@@ -9,6 +9,7 @@ import os
 import socket
 import stat
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from kvstore.tiers.errors import ConfigError, StoreError
@@ -299,9 +300,20 @@ def open_own_directory(io: FileIo, path: Path, what: str) -> int:
     try:
         if not check_own_directory(io, path, what):
             io.make_directory(path)
+            with suppress(PermissionError):  # Its parent may be written to, but not opened.
+                sync_directory(io, path.parent)
         return io.open_directory(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be a {what}: {error.strerror}; choose another") from None
+
+
+def sync_directory(io: FileIo, path: Path) -> None:
+    """The names in a directory are on the device when this returns. Raises OSError."""
+    fd = io.open_directory(path)
+    try:
+        io.fsync(fd)
+    finally:
+        io.close(fd)
 
 
 def is_link(io: FileIo, path: str | Path, *, directory: int | None = None) -> bool:

@@ -20,7 +20,7 @@ from kvstore.tiers.catalogues import Catalogues, LmdbCatalogues, OwnedCatalogue
 from kvstore.tiers.clean_mark import take_mark, write_mark
 from kvstore.tiers.errors import ConfigError, StoreBusyError, StoreError
 from kvstore.tiers.failpoints import reach
-from kvstore.tiers.io import FileIo, aligned_buffer, open_own_directory
+from kvstore.tiers.io import FileIo, aligned_buffer, open_own_directory, sync_directory
 from kvstore.tiers.journal import Journal
 from kvstore.tiers.open_files import OpenFiles
 from kvstore.tiers.segment import (
@@ -163,6 +163,8 @@ class Volume:
             data.parent, self._io, identity=self.identity, size_bytes=size
         )
         self.catalogue = catalogue
+        if fresh:
+            sync_directory(self._io, data.parent)
         if catalogue.grow(size) is not None:
             raise StoreError(f"{self.path} has no room for its catalogue; free some space there")
         self.journal.open(catalogue)

@@ -9,6 +9,7 @@ import json
 import resource
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,17 +46,23 @@ def walk(directory: Path, file_bytes: int) -> Walk:
         )
     except (OSError, subprocess.SubprocessError):
         return Walk(False, {})
+    return walk_of(child.stdout.splitlines(), sound=child.returncode == 0)
+
+
+def walk_of(lines: Iterable[bytes], *, sound: bool) -> Walk:
+    """What a walk printed, and whether it came to its end."""
     namespaces = {}
-    for line in child.stdout.splitlines():
+    for line in lines:
         try:
             number, value = json.loads(line)
             namespaces[int(number)] = bytes.fromhex(value)
         except (ValueError, TypeError):
             return Walk(False, namespaces)
-    return Walk(child.returncode == 0, namespaces)
+    return Walk(sound, namespaces)
 
 
-def _walk_all(directory: str) -> None:
+def walk_all(directory: str) -> None:
+    """Read everything in this process, which a broken file may kill; prints the namespaces."""
     env: Any = lmdb.open(
         directory, map_size=MAP_BYTES, max_dbs=8, readonly=True, lock=False, create=False
     )
@@ -74,4 +81,4 @@ def _walk_all(directory: str) -> None:
 
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _walk_all(sys.argv[1])
+    walk_all(sys.argv[1])

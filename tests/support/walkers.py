@@ -1,0 +1,81 @@
+"""The walk of a catalogue in a child process, but one child for many catalogues.
+
+A child that dies, or does not answer, is blamed on the catalogue it was at: that one is unsound, as
+it would be with a child of its own. The next catalogue gets a new child.
+"""
+
+import contextlib
+import resource
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+from kvstore.tiers import disk_start, walk
+from kvstore.tiers.walk import Walk
+from support.shim import TESTS
+
+ANSWER_S = 30.0
+END = b"end"
+
+
+class Walkers:
+    """Stands in for kvstore.tiers.walk.walk. deaths: of which directories a child died."""
+
+    def __init__(self) -> None:
+        self.deaths: list[Path] = []
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def install(self) -> None:
+        """From now on disk tiers of this process walk here."""
+        disk_start.walk = self.walk
+
+    def walk(self, directory: Path, file_bytes: int) -> Walk:
+        """As kvstore.tiers.walk.walk."""
+        child = self._started()
+        assert child.stdin is not None and child.stdout is not None
+        child.stdin.write(f"{directory}\n".encode())
+        child.stdin.flush()
+        lines: list[bytes] = []
+        while not lines or not lines[-1].startswith(END):
+            ready, _, _ = select.select([child.stdout], [], [], ANSWER_S)
+            line = child.stdout.readline() if ready else b""
+            if not line:
+                self.deaths.append(directory)
+                self.close()
+                return Walk(False, {})
+            lines.append(line)
+        return walk.walk_of(lines[:-1], sound=lines[-1].split()[1] == b"True")
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._child is None:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "support.walkers"],
+                cwd=TESTS,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+            )
+        return self._child
+
+    def close(self) -> None:
+        """End the child."""
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+            self._child = None
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for line in sys.stdin:
+        sound = False
+        with contextlib.suppress(Exception, SystemExit):
+            walk.walk_all(line.strip())
+            sound = True
+        print(END.decode(), sound, flush=True)
+
+
+if __name__ == "__main__":
+    main()
