@@ -76,7 +76,8 @@ class Counters:
     def open(cls, path: Path, io: FileIo) -> "Counters":
         """The counters in `path`, created where there are none, for the store's one owner.
 
-        A file of zeros is a new one: power may go before its first page is on the device. Raises StoreError for a file that is something else.
+        A file of zeros is a new one: power may go before its first page is on the device. Raises
+        StoreError for a file that is something else.
         """
         fd = io.open(path, create=True, write=True)
         try:

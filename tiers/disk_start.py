@@ -28,6 +28,7 @@ from kvstore.tiers.failpoints import reach
 from kvstore.tiers.io import FileIo
 from kvstore.tiers.open_files import OpenFiles
 from kvstore.tiers.rebuild import newest, scan_segment
+from kvstore.tiers.rebuild_mark import has_rebuild_mark, make_rebuild_mark, remove_rebuild_mark
 from kvstore.tiers.record import ALIGN
 from kvstore.tiers.segment import HEADER_BYTES, STORE_ID_BYTES, FileHeader
 from kvstore.tiers.slab import Slab
@@ -170,7 +171,7 @@ def _load_volumes(io: FileIo, opened: Opened, names: Namespaces) -> Loaded:
     sound: dict[int, OwnedCatalogue] = {}
     for number, volume in enumerate(opened.volumes):
         _restore_classes(volume, headers[number])
-        catalogue = _open_if_sound(volume, found[number], names)
+        catalogue = _open_if_sound(io, volume, found[number], names)
         if catalogue is not None:
             sound[number] = catalogue
     groups: dict[int, list[Rows]] = {}
@@ -211,15 +212,18 @@ def _restore_classes(volume: Volume, headers: dict[int, FileHeader]) -> None:
             volume.classes[segment] = header.slot_bytes
 
 
-def _open_if_sound(volume: Volume, found: Survey, names: Namespaces) -> OwnedCatalogue | None:
+def _open_if_sound(
+    io: FileIo, volume: Volume, found: Survey, names: Namespaces
+) -> OwnedCatalogue | None:
     """The volume's catalogue, with its namespaces merged; None if it has to be rebuilt."""
     if not found.catalogue_bytes:
         volume.drop_clean_mark()
         return None
-    clean = volume.take_clean_mark()
+    cut_short = has_rebuild_mark(io, volume.path)
+    clean = volume.take_clean_mark() and not cut_short
     if not clean:
         walked = volume.catalogues.walk(volume.catalogue_directory, found.catalogue_bytes)
-        if not walked.sound:
+        if cut_short or not walked.sound:
             names.merge(parse_namespaces(walked.namespaces))
             return None
     catalogue = volume.open_catalogue(fresh=False, keep_bytes=found.catalogue_bytes)
@@ -316,6 +320,8 @@ def _rebuild(io: FileIo, volume: Volume, slab: Slab, names: Namespaces) -> list[
         tokens = rows.dtype["tokens"].shape[0]
         volume.row_tokens[slot_bytes] = max(volume.row_tokens.get(slot_bytes, 0), tokens)
     reach("start.rebuild")
+    if merged:
+        make_rebuild_mark(io, volume.path)
     catalogue = volume.open_catalogue(fresh=True)
     whole = [np.concatenate(parts) for parts in merged.values()]
     used = {int(n) for rows in whole for n in np.unique(rows["namespace"])}
@@ -327,6 +333,7 @@ def _rebuild(io: FileIo, volume: Volume, slab: Slab, names: Namespaces) -> list[
     )
     if catalogue.commit(change) is not None:
         raise StoreError(f"the catalogue of {volume.path} cannot be rebuilt; check that device")
+    remove_rebuild_mark(io, volume.path)
     volume.journal.open(catalogue)
     return whole
 

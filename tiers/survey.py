@@ -23,9 +23,10 @@ from kvstore.tiers.segment import (
 
 CATALOGUE_DIRECTORY = "catalogue"
 CLEAN_FILE = "clean"
+REBUILD_FILE = "rebuilding"
 NEW_SUFFIX = ".new"  # A file that is being made; a crash may leave it.
 OWN_NAMES = {
-    *(VOLUME_FILE, CLEAN_FILE, CATALOGUE_DIRECTORY),
+    *(VOLUME_FILE, CLEAN_FILE, REBUILD_FILE, CATALOGUE_DIRECTORY),
     *(VOLUME_FILE + NEW_SUFFIX, CLEAN_FILE + NEW_SUFFIX),
 }
 

@@ -60,7 +60,7 @@ def test_boots_only_go_up_even_where_the_file_was_lost(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"x", bytes(FILE_BYTES), b"KVCOUNT1" + b"\xff" * (FILE_BYTES - 8), b"a" * 5000]
+    "content", [b"x", bytes(2 * FILE_BYTES), b"KVCOUNT1" + b"\xff" * (FILE_BYTES - 8), b"a" * 5000]
 )
 def test_what_is_no_counters_file_is_refused_and_left_alone(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "counters"
@@ -70,6 +70,15 @@ def test_what_is_no_counters_file_is_refused_and_left_alone(tmp_path: Path, cont
             call(path, FileIo())
         assert "\n" not in str(caught.value)
     assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("size", [0, 512, 4096])
+def test_a_file_whose_page_never_reached_the_device_is_a_new_one(tmp_path: Path, size: int) -> None:
+    (tmp_path / "counters").write_bytes(bytes(size))
+    counters = Counters.open(tmp_path / "counters", FileIo())
+    counters.add("lookups")
+    counters.close()
+    assert Counters.read(tmp_path / "counters", FileIo())["lookups"] == 1
 
 
 def test_summary_has_the_shape_that_scripts_read() -> None:

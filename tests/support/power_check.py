@@ -98,6 +98,7 @@ class Checker:
                 store_id=self._store_id,
                 direct=False,
                 other_bytes=OVERHEAD_BYTES,
+                catalogues=self._walkers,
             )
             loaded = tier.load()
         except KvstoreError as error:
@@ -134,7 +135,7 @@ class Checker:
     def check_store(self, promised: Promised, flushed: list[int], instant: str) -> None:
         """Open an image as a store, load prompts from it, and save one."""
         try:
-            store = Store(config_of(self._root))
+            store = Store(config_of(self._root), catalogues=self._walkers)
         except KvstoreError as error:
             self._fault(instant, f"refused: {error}")
             return
@@ -213,7 +214,6 @@ def flushed_numbers(log: list[Entry]) -> list[int]:
 def main(log_path: Path, root: Path, seed: int, images: int, stores: int) -> None:
     small_segments()
     walkers = Walkers()
-    walkers.install()
     log = list(entries(log_path))
     facts = read_facts(root / "store", FileIo())
     assert facts is not None, "the recorded store is gone"
@@ -245,6 +245,4 @@ def main(log_path: Path, root: Path, seed: int, images: int, stores: int) -> Non
 
 
 if __name__ == "__main__":
-    main(
-        Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5])
-    )
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))

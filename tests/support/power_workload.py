@@ -34,9 +34,7 @@ from support.recording import RecordingIo
 from support.shim import Event, Log
 
 LAYOUTS = (
-    Layout.opaque(
-        layers=3, run_bytes=(5_001, 777), dtype="fp8", format="engine-1", block_tokens=4
-    ),
+    Layout.opaque(layers=3, run_bytes=(5_001, 777), dtype="fp8", format="engine-1", block_tokens=4),
     Layout.opaque(layers=2, run_bytes=(1_500,), dtype="fp8", format="engine-1", block_tokens=4),
 )
 SEGMENT_BYTES = 256 << 10

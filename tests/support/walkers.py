@@ -11,7 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvstore.tiers import disk_start, walk
+from kvstore.tiers import walk
+from kvstore.tiers.catalogues import LmdbCatalogues
 from kvstore.tiers.walk import Walk
 from support.shim import TESTS
 
@@ -19,19 +20,15 @@ ANSWER_S = 30.0
 END = b"end"
 
 
-class Walkers:
-    """Stands in for kvstore.tiers.walk.walk. deaths: of which directories a child died."""
+class Walkers(LmdbCatalogues):
+    """Catalogues of a tier whose walks go through one child. deaths: where one died."""
 
     def __init__(self) -> None:
         self.deaths: list[Path] = []
         self._child: subprocess.Popen[bytes] | None = None
 
-    def install(self) -> None:
-        """From now on disk tiers of this process walk here."""
-        disk_start.walk = self.walk
-
     def walk(self, directory: Path, file_bytes: int) -> Walk:
-        """As kvstore.tiers.walk.walk."""
+        """As LmdbCatalogues.walk."""
         child = self._started()
         assert child.stdin is not None and child.stdout is not None
         child.stdin.write(f"{directory}\n".encode())

@@ -10,6 +10,7 @@ import pytest
 from kvstore.tiers.catalogue_row import slots_of_rows
 from kvstore.tiers.disk_outcomes import Written
 from kvstore.tiers.errors import StoreError
+from kvstore.tiers.failpoints import armed
 from kvstore.tiers.io import FileIo
 from kvstore.tiers.rebuild import newest, scan_segment
 from kvstore.tiers.record import RecordFormat
@@ -268,3 +269,25 @@ def test_a_scan_reads_what_is_there_and_newest_is_stable(tmp_path: Path) -> None
     assert sorted(slots.tolist()) == sorted(s for s in blocks.values() if s < count)
     assert {int(n) for rows in kept for n in rows["namespace"]} == {4}
     assert newest([], 16) == ([], [])
+
+
+class Stop(BaseException):
+    """The process ends here."""
+
+
+def test_a_rebuild_that_is_cut_short_is_made_again_and_forgets_nothing(tmp_path: Path) -> None:
+    blocks = stored(tmp_path / "d")
+    data_of(tmp_path / "d").write_bytes(b"")
+    # A catalogue that is new and sound, and has no row yet.
+    with armed("catalogue.commit", _stop), pytest.raises(Stop):
+        open_rig(tmp_path / "d")
+    assert (tmp_path / "d" / "rebuilding").exists()
+    rig = open_rig(tmp_path / "d")
+    assert rig.loaded.rebuilt == (0,)
+    assert found_blocks(rig) == blocks and all_good(rig, blocks)
+    assert not (tmp_path / "d" / "rebuilding").exists()
+    rig.tier.close()
+
+
+def _stop() -> None:
+    raise Stop
