@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore.home import CONTROL_SOCKET, Home
+from kvstore.invalidation import Scope
 from kvstore.repair import Suspect
 from kvstore.tiers.errors import ConfigError, KvstoreError, StoreBusyError, StoreError
 from kvstore.tiers.io import FileIo
@@ -34,6 +35,7 @@ ANSWER_BYTES_MAX = 1 << 20
 REQUEST_S = 2.0  # A client has this long to send its line, and again to take the answer.
 WAITING_MAX = 4  # Connections that wait while one is served.
 RETRY_S = 0.02
+LABELS_MAX = 100
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 Arguments = Mapping[str, Any]
@@ -65,9 +67,18 @@ def _drop_bad_blocks(store: "Store", arguments: Arguments) -> dict[str, Any]:
         raise ConfigError("blocks is a list of [segment, index, key], not too many") from None
 
 
+def _invalidate(store: "Store", arguments: Arguments) -> dict[str, Any]:
+    texts = dict.fromkeys(("namespace", "model", "tenant", "prefix"), str)
+    done = store.invalidate(Scope(**checked(arguments, {**texts, "everything": bool})))
+    return {**asdict(done), "labels": [] if done.namespaces else store.labels()[:LABELS_MAX]}
+
+
 # Closed: what is not here cannot be asked for. A command takes its arguments by `checked`, raises
 # KvstoreError for wrong ones, and answers what json can say.
-COMMANDS: dict[str, Command] = {"drop_bad_blocks": _drop_bad_blocks}
+COMMANDS: dict[str, Command] = {
+    "drop_bad_blocks": _drop_bad_blocks,
+    "invalidate": _invalidate,
+}
 
 
 class Control:

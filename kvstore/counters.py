@@ -26,6 +26,8 @@ EPOCH_S = 1_577_836_800  # 2020-01-01: seconds since then fit 30 bits until 2054
 HEADER = struct.Struct("<8sII48x")
 
 TIERS = ("device", "host", "disk")
+# Those that version 1 of the file began with; what came later stands at the end of NAMES.
+FIRST_SAVE_DROPS = tuple(SaveDrop)[: tuple(SaveDrop).index(SaveDrop.CLOSED) + 1]
 NAMES: tuple[str, ...] = (
     "boot",
     "lookups",
@@ -34,7 +36,7 @@ NAMES: tuple[str, ...] = (
     *(f"misses.{reason}" for reason in MissReason),
     "saved_blocks",
     "saved_bytes",
-    *(f"save_drops.{reason}" for reason in SaveDrop),
+    *(f"save_drops.{reason}" for reason in FIRST_SAVE_DROPS),
     "loads",
     *(f"loaded_bytes.{tier}" for tier in TIERS),
     *(f"load_ns.{tier}" for tier in TIERS),
@@ -51,6 +53,9 @@ NAMES: tuple[str, ...] = (
     "disk_writes_bytes",
     *(f"disk_writes_{name}" for name in ("day", "today_bytes", "limit_bytes", "spent_bytes")),
     *(f"disk_writes_{name}_ms" for name in ("wall", "monotonic")),
+    "save_drops.invalidated",
+    "invalidations",
+    "invalidated_blocks",
 )
 _AT = {name: at for at, name in enumerate(NAMES)}
 if HEADER.size + 8 * len(NAMES) > FILE_BYTES:

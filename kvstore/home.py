@@ -1,4 +1,4 @@
-"""A store's directory: `lock`, `store.toml`, `counters`, `control`, and the disk tier's `disk0`.
+"""A store's directory: `lock`, `store.toml` and other small files, and the disk tier's `disk0`.
 
 store.toml is written once, atomically, when the store is made: format, store id, hash, capacity and
 segment size. What it says counts over a configuration that differs, or the store is refused.
@@ -26,9 +26,13 @@ STORE_FILE = "store.toml"
 LOCK_FILE = "lock"
 COUNTERS_FILE = "counters"
 CONTROL_SOCKET = "control"
+INVALIDATED_FILE = "invalidated"
 STORE_FILE_MAX_BYTES = 65_536
 STORE_ID_BYTES = 16
-OWN_NAMES = {STORE_FILE, LOCK_FILE, COUNTERS_FILE, CONTROL_SOCKET, "scrub", "disk0", "lost+found"}
+OWN_NAMES = {
+    *(STORE_FILE, LOCK_FILE, COUNTERS_FILE, CONTROL_SOCKET, INVALIDATED_FILE),
+    *("scrub", "disk0", "lost+found"),
+}
 LOCK_TRIES = 5
 LOCK_PAUSE_S = 0.02
 OVERHEAD_BYTES = 64 << 10  # What lock, store.toml, counters and the directories take, rounded up.
@@ -79,6 +83,21 @@ class Home:
             )
         io.truncate(self._lock_fd, 0)
         io.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+
+    def read(self, name: str, bytes_max: int) -> bytes | None:
+        """A small file, up to one byte more than `bytes_max`; None where there is none.
+
+        Raises StoreError for one that cannot be read.
+        """
+        with sentence(self.path / name):
+            if not self._io.exists(name, directory=self._directory):
+                return None
+            fd = self._io.open(name, directory=self._directory)
+            try:
+                data = bytearray(min(self._io.size(fd), bytes_max + 1))
+                return bytes(data[: self._io.pread(fd, data, 0)])
+            finally:
+                self._io.close(fd)
 
     def listen(self, listener: socket.socket) -> None:
         """Bind a unix socket to the name `control`; one that a dead owner left is removed.

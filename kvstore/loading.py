@@ -72,6 +72,7 @@ class Load:
         self.pending = 0  # blocks of this load that flights will still copy
         self.started_s = 0.0  # on the store's clock
         self.held = True  # `rows` are held until it ends
+        self.epoch = 0  # of its namespace, when it began
         self._changed = threading.Condition()
         self._layers = 0
         self._result: LoadResult | None = None
@@ -258,6 +259,8 @@ class Loader:
             if fault is None:
                 placement.mark_verified(int(load.rows[block]))
                 continue
+            if self._cut_invalidated(load) and block >= load.limit:
+                break  # Nothing was wrong with it: it left while it was looked at.
             load.cut(block, fault)
             placement.drop_bad(int(load.rows[block]), TierName.HOST)
             break
@@ -274,10 +277,22 @@ class Loader:
             load.copy(0, payloads, (layout.layer_runs[first][0], layout.layer_runs[last - 1][1]))
             load.layer_ready(last)
 
+    def _cut_invalidated(self, load: Load) -> bool:
+        """End a load where its first block was invalidated since it began. Returns: whether."""
+        placement = self._placement
+        with placement.lock:
+            if load.epoch == placement.epochs[load.ticket.sequence.space.number]:
+                return False
+            limit = placement.visible_prefix(load.rows[: load.limit])
+        cut = limit < load.limit
+        load.cut(limit, MissReason.INVALIDATED)
+        return cut
+
     def finish(self, load: Load) -> None:
         """End a load: give its holds back, count it, and publish its result."""
         placement = self._placement
         with placement.lock:
+            self._cut_invalidated(load)
             if load.held:
                 placement.unhold(load.rows)
         disk = int(load.from_disk[: load.limit].sum())

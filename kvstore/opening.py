@@ -1,7 +1,7 @@
 """Opening and closing the parts of a store; one that fails to open leaves nothing behind."""
 
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,9 +9,20 @@ import numpy as np
 from kvstore.clock import Clock
 from kvstore.config import Config, segment_bytes, with_defaults
 from kvstore.counters import Counters
-from kvstore.home import OVERHEAD_BYTES, STORE_FILE, Home, StoreFacts, new_store_id, sentence
+from kvstore.floors import BOOT_SHIFT, Floors, floors_without_file, read_floors
+from kvstore.home import (
+    INVALIDATED_FILE,
+    OVERHEAD_BYTES,
+    STORE_FILE,
+    STORE_ID_BYTES,
+    Home,
+    StoreFacts,
+    new_store_id,
+    sentence,
+)
 from kvstore.index import Index
 from kvstore.inline import InlineExecutor
+from kvstore.invalidation import SETTLE_S, Invalidator
 from kvstore.placement import Placement
 from kvstore.starting import Starter
 from kvstore.ticket import Leases
@@ -39,6 +50,13 @@ class Opened:
     disks: Executor
     placement: Placement
     starter: Starter
+    invalidator: Invalidator
+
+    def start(self) -> None:
+        """Fill the index from the tiers; what it raises is kept in `starter.failure`."""
+        self.starter.start()
+        if self.starter.failure is None:
+            self.invalidator.settle()
 
     def check_integrity(self) -> None:
         """AssertionError if index and tiers disagree. Under the placement's lock."""
@@ -62,6 +80,7 @@ class Opened:
             self.counters.set("host_used_bytes", 0)
             self.counters.set("host_blocks", 0)
         self.disks.shutdown()
+        self.invalidator.settle()
         self.host.close(keep=False)
         if self.disk is not None:
             self.disk.close()
@@ -97,6 +116,7 @@ def open_parts(
         counters = _counters(home, io)
         undo.callback(counters.close)
         boot = counters.next_boot(clock.time())
+        floors, boot = _floors(home, facts, counters, boot)
         host = HostTier(
             config.host_capacity_bytes,
             segment_bytes(config.host_capacity_bytes),
@@ -121,8 +141,29 @@ def open_parts(
         placement = Placement(
             index, host, disk, counters, boot=boot, leases=leases, clock=clock, budget=budget
         )
+        starter = Starter(placement, floors)
+        settle_s = SETTLE_S if threads else 0.0
+        invalidator = Invalidator(placement, starter.numbers, home, floors, settle_s=settle_s)
         undo.pop_all()
-        return Opened(config, home, counters, host, disk, disks, placement, Starter(placement))
+        return Opened(config, home, counters, host, disk, disks, placement, starter, invalidator)
+
+
+def _floors(
+    home: Home | None, facts: StoreFacts | None, counters: Counters, boot: int
+) -> tuple[Floors, int]:
+    """What was invalidated, and this owner's number: larger than any that was invalidated."""
+    if home is None or facts is None:
+        return Floors(bytes(STORE_ID_BYTES)), boot
+    floors = read_floors(home, facts.store_id)
+    if floors is None:
+        floors = floors_without_file(home, facts.store_id, boot)
+        with suppress(OSError):  # Else the next owner finds it damaged, too.
+            home.replace(INVALIDATED_FILE, floors.pack())
+        return floors, boot
+    if floors.highest() >= boot << BOOT_SHIFT:  # The counters were lost, and the clock went back.
+        boot = (floors.highest() >> BOOT_SHIFT) + 1
+        counters.set("boot", boot)
+    return floors, boot
 
 
 def _counters(home: Home | None, io: FileIo) -> Counters:

@@ -6,7 +6,7 @@ here waits for a disk.
 
 import itertools
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -60,6 +60,9 @@ class Placement:
         self.short_of_room = False  # somebody found no slot while there was something to write
         self.writes_fail = False  # the last group was not written
         self.spaces: dict[int, SpaceFacts] = {}  # by their number in the index
+        # By a space's number: up with every invalidation. What was found, or begun to be computed,
+        # under another epoch is neither saved nor given out.
+        self.epochs: defaultdict[int, int] = defaultdict(int)
         self.leases = leases
         self.clock = clock
         self.budget = budget

@@ -72,6 +72,7 @@ class Job:
     first: int
     last: int
     save: Save
+    epoch: int  # of the sequence: under another one, nothing of it is saved
     saved: int = 0
     present: int = 0
     dropped: Counter[SaveDrop] = field(default_factory=Counter)
@@ -100,7 +101,7 @@ class Saver:
         """
         save = Save()
         first, last = sequence.saved_blocks, len(pages)
-        job = Job(sequence, pool, pages, sequence.keys, first, last, save)
+        job = Job(sequence, pool, pages, sequence.keys, first, last, save, sequence.epoch)
         with self._changed:
             blocks = max(0, last - first)
             drop = None
@@ -185,19 +186,28 @@ class Saver:
         """Save blocks first..last-1. Returns whether the blocks after them can follow."""
         placement, sequence = self._placement, job.sequence
         with placement.lock:
+            if self._is_void(job):
+                return self._drop_rest(job, first)
             plan = placement.plan_save(sequence, job.keys, first, last)
         job.present += plan.present
         todo = plan.last - plan.first
+        headers = None
         if todo:
             try:
                 headers = self._copy(job, plan.first, plan.last, plan.slots, plan.generations)
                 reach("save.copied")
-                placement.host.publish(plan.slots, headers)
-                reach("save.published")
             except BaseException:
                 placement.abandon_save(plan)
                 raise
         with placement.lock:
+            # Under one lock with the invalidation, so that not even a killed owner leaves a block
+            # in its arena that was invalidated before it was whole.
+            if self._is_void(job):
+                placement.abandon_save(plan)
+                return self._drop_rest(job, plan.first)
+            if headers is not None:
+                placement.host.publish(plan.slots, headers)
+                reach("save.published")
             saved = placement.publish_save(sequence, job.keys, plan)
         reach("save.indexed")
         job.saved += saved
@@ -206,6 +216,15 @@ class Saver:
             job.dropped[plan.drop or SaveDrop.PARENT_GONE] += last - plan.last + (todo - saved)
             job.dropped[plan.drop or SaveDrop.HOST_FULL] += job.last - last
         return not missing
+
+    def _is_void(self, job: Job) -> bool:
+        """Whether the job's namespace was invalidated since its sequence began. Under the lock."""
+        return job.epoch != self._placement.epochs[job.sequence.space.number]
+
+    @staticmethod
+    def _drop_rest(job: Job, first: int) -> bool:
+        job.dropped[SaveDrop.INVALIDATED] += job.last - first
+        return False
 
     def _copy(
         self,

@@ -56,6 +56,7 @@ class Sequence:
         self.saved_blocks = 0
         self.tail: tuple[int, int] | None = None  # (row, generation) of the last saved block
         self.asked_blocks = 0
+        self.epoch = space.epoch  # of its namespace, when its blocks began to be computed
         self.outcomes = Outcomes()
         self.extend(tokens)
 
@@ -95,6 +96,16 @@ class Sequence:
         self._tokens[self.length : end] = new
         self.length = end
         self._hash()
+
+    def renew(self) -> None:
+        """Say that every block of this sequence is computed, or loaded, after this call.
+
+        After an invalidation nothing of a sequence that was begun before it is saved, because it
+        may have been computed from what was invalidated. An engine that starts a request over
+        calls this first.
+        """
+        self.epoch = self.space.epoch
+        self.saved_blocks, self.tail = 0, None
 
     def _hash(self) -> None:
         full = self.length // self.space.layout.block_tokens

@@ -43,6 +43,15 @@ class Space:
         """Model and tenant, never the salt: see kvstore.labels."""
         return make_label(self.identity.model, self.identity.tenant)
 
+    @property
+    def epoch(self) -> int:
+        """Goes up with every invalidation of this namespace: see Sequence.renew.
+
+        An engine that keeps blocks of its own forgets them when it finds another number here.
+        """
+        # An engine without a store makes its keys by a space without one.
+        return self.store.space_epoch(self) if self.store is not None else 0
+
     def facts(self) -> SpaceFacts:
         """What write-back needs of it."""
         return SpaceFacts(self.digest, self.record, self.layout.canonical(), self.label)

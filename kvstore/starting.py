@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.bulk import StoredBlocks, bulk_load
+from kvstore.floors import Floors
 from kvstore.inspect import layout_of
 from kvstore.placement import Placement
 from kvstore.plans import SpaceFacts
@@ -23,8 +24,9 @@ class Starter:
     failure: what `start` raised, for the thread that waits for it.
     """
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, placement: Placement, floors: Floors) -> None:
         self._placement = placement
+        self._floors = floors
         self._numbers: dict[bytes, int] = {}
         self.failure: BaseException | None = None
 
@@ -44,7 +46,7 @@ class Starter:
         placement = self._placement
         try:
             if placement.disk is not None:
-                loaded = placement.disk.load()
+                loaded = placement.disk.load(void_below=self._floors.of_rebuilt)
                 reach("start.recover")
                 with placement.lock:
                     for rows in loaded.rows.values():
@@ -75,7 +77,12 @@ class Starter:
                 size = RecordFormat.of(layout).slot_bytes
                 spaces[number] = self._known(namespace.digest, block_tokens, size)
         numbers = spaces[np.minimum(rows["namespace"], len(spaces) - 1)]
+        below = np.zeros(len(spaces), np.uint64)
+        for number, namespace in namespaces.items():
+            below[number] = self._floors.of_row(namespace.digest)
         known = (numbers >= 0) & (rows["namespace"] < len(spaces))
+        # What was invalidated just before a kill, which the catalogue may not know.
+        known &= rows["generation"] >= below[np.minimum(rows["namespace"], len(spaces) - 1)]
         if not known.all():
             placement.disk.remove(slots_of_rows(rows[~known], placement.disk.per))
             rows, numbers = rows[known], numbers[known]
@@ -104,6 +111,14 @@ class Starter:
         numbers = np.array(
             [self._known(bytes(n), record.block_tokens, record.slot_bytes) for n in names]
         )
+        below = np.array([self._floors.of_arena(bytes(name)) for name in names], np.uint64)
+        valid = fixed["generation"] >= below[which]
+        if not valid.all():
+            placement.release_host_slots(found.slots[~valid])
+            found = FoundRecords(
+                record, found.slots[valid], fixed[valid], np.ascontiguousarray(found.tokens[valid])
+            )
+            fixed, which = found.fixed, which[valid]
         for name, number in zip(names, numbers.tolist(), strict=True):
             placement.spaces.setdefault(number, SpaceFacts(bytes(name), record, b"", ""))
         placed = bulk_load(

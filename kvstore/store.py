@@ -9,16 +9,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from kvstore.clock import Clock
 from kvstore.config import Config, load_config
 from kvstore.control import Control
 from kvstore.counters import summary
 from kvstore.hashing.chain import ChainFunction, chain_function
+from kvstore.healing import report_bad
 from kvstore.identity import Identity
+from kvstore.invalidation import Invalidated, Scope
 from kvstore.labels import shown
 from kvstore.loading import Load, Loader, LoadResult
+from kvstore.lookup import count_lookup, find_prefix
 from kvstore.opening import Opened, open_parts
 from kvstore.pool import PagePool
 from kvstore.repair import Dropped, Suspect, drop_bad_blocks
@@ -85,13 +86,11 @@ class Store:
         self._loader = Loader(placement, parts.disks, config.load_queue, threads=threads)
         self._writer = Writer(placement, self.config, threads=threads) if parts.disk else None
         self._control: Control | None = None
-        self._starter = threading.Thread(
-            target=parts.starter.start, name="kvstore-start", daemon=True
-        )
+        self._starter = threading.Thread(target=parts.start, name="kvstore-start", daemon=True)
         if threads:
             self._starter.start()
         else:
-            parts.starter.start()
+            parts.start()
         if wait:
             self._join_starter()
             if parts.starter.failure is not None:
@@ -168,48 +167,17 @@ class Store:
             raise TokenError(f"skip_tokens={skip_tokens} is negative; give 0 for nothing")
         with placement.lock:
             placement.expire_leases()
-            rows, in_host, reason = self._find(sequence, usable)
+            rows, in_host, reason = find_prefix(placement, sequence, usable)
             leased = rows[[in_host - 1, -1]] if 0 < in_host < len(rows) else rows[-1:]
             placement.index.lease(leased)
             lease = placement.leases.add(leased) if len(rows) else Lease(leased, live=False)
             generations = placement.index.generations(rows)
-        misses = self._count_lookup(sequence, len(rows), usable, skip_tokens, reason)
+        misses = count_lookup(placement, sequence, len(rows), usable, skip_tokens, reason)
         by_tier = {
             TierName.HOST: in_host * block_tokens,
             TierName.DISK: (len(rows) - in_host) * block_tokens,
         }
         return Ticket(self, sequence, rows, generations, by_tier, misses, skip_tokens, lease)
-
-    def _find(
-        self, sequence: Sequence, usable: int
-    ) -> tuple[np.ndarray[Any, np.dtype[np.int32]], int, MissReason]:
-        index = self._placement.index
-        if not self._placement.started.is_set():
-            return np.zeros(0, np.int32), 0, MissReason.STARTING
-        found = index.find(
-            sequence.space.number,
-            sequence.keys[:usable],
-            sequence.block_tokens(0, usable),
-            media=sequence.media or None,
-        )
-        index.touch(found.rows)
-        return found.rows, found.blocks[TierName.HOST], found.reason or MissReason.ABSENT
-
-    def _count_lookup(
-        self, sequence: Sequence, found: int, usable: int, skip_tokens: int, reason: MissReason
-    ) -> dict[MissReason, int]:
-        """Count each block of a request once, whatever is asked again."""
-        size, counters = sequence.space.layout.block_tokens, self._counters
-        device = min(usable, skip_tokens // size)
-        with self._placement.lock:
-            hit = int(sequence.outcomes.take(0, device).sum())
-            missed = int(sequence.outcomes.take(max(found, device), usable).sum())
-        counters.add("lookups")
-        counters.add("tokens_asked", max(0, usable - sequence.asked_blocks) * size)
-        counters.add("tokens_hit.device", hit * size)
-        counters.add(f"misses.{reason}", missed * size)
-        sequence.asked_blocks = max(sequence.asked_blocks, usable)
-        return {reason: (usable - found) * size} if usable > found else {}
 
     def load(
         self,
@@ -242,6 +210,7 @@ class Store:
             if good < len(rows):
                 load.reason = MissReason.EXPIRED if expired else MissReason.INVALIDATED
             load.started_s = placement.clock.monotonic()
+            load.epoch = placement.epochs[sequence.space.number]
             load.held = not planted("hold_by_timer")
             if load.held:
                 placement.index.hold(load.rows)
@@ -285,6 +254,35 @@ class Store:
         self._saver.drain()
         if self._writer is not None:
             self._writer.flush()
+
+    def invalidate(self, scope: Scope) -> Invalidated:
+        """Drop all blocks of a scope from every tier: when this returns, none is served again.
+
+        That holds for loads under way (they end as a miss), for saves and engines' requests that
+        began before (nothing of theirs is saved), after a restart and after a kill. See
+        kvstore.invalidation. Raises ConfigError.
+        """
+        self._refuse_closed()
+        self._join_starter()
+        if self._parts.starter.failure is not None:
+            raise self._parts.starter.failure
+        return self._parts.invalidator.invalidate(scope)
+
+    def report_bad(self, sequence: Sequence, block: int) -> int:
+        """An engine found block number `block` of a sequence bad, by a check of its own.
+
+        The block and all that were computed from it leave every tier, those before it stay. Compute
+        the sequence from that block on and save it: it is written anew. Requests of others that
+        began before save nothing more, because they may have used the bad block.
+
+        Returns: how many blocks were dropped; 0 where the store did not have it.
+        """
+        self._refuse_closed()
+        return report_bad(self._placement, sequence, block)
+
+    def space_epoch(self, space: Space) -> int:
+        """See Space.epoch."""
+        return self._placement.epochs[space.number]
 
     def stats(self) -> dict[str, Any]:
         """Hits, misses and occupancy: the shape of `kvstore stats --json`."""

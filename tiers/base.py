@@ -31,6 +31,7 @@ class SaveDrop(StrEnum):
     PARENT_GONE = "parent_gone"  # the block before it is not stored
     STARTING = "starting"  # the disk's catalogue is still being read
     CLOSED = "closed"  # the store was closing
+    INVALIDATED = "invalidated"  # its namespace was invalidated after the request began
 
 
 class TierName(StrEnum):

@@ -11,7 +11,7 @@ numbered over all volumes: a segment's volume is its number modulo the number of
 
 import errno
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +42,7 @@ from kvstore.tiers.group_write import GroupWriter, Piece, Submit, refuse_bad_gro
 from kvstore.tiers.io import FileIo
 from kvstore.tiers.record import HeaderFault
 from kvstore.tiers.record_read import RecordCheck, read_record
+from kvstore.tiers.unlisted import Unlisted
 from kvstore.tiers.volume import Volume
 
 
@@ -101,15 +102,17 @@ class DiskTier:
         self._lock = threading.RLock()
         self._loaded = False
         self._uncommitted: set[int] = set()
+        self._unlisted = Unlisted()
         self._names = Namespaces()
         self.room = Room(self.slab, self._volumes)
 
-    def load(self) -> Loaded:
+    def load(self, void_below: Callable[[bytes], int] = lambda digest: 0) -> Loaded:
         """Read the catalogues, or rebuild damaged ones. Once, before anything is reserved.
 
+        void_below: the generation below which records of a namespace are left out of a rebuild.
         Raises StoreError for a catalogue of another store or format.
         """
-        loaded = load_volumes(self._io, self._opened, self._names)
+        loaded = load_volumes(self._io, self._opened, self._names, void_below)
         with self._lock:
             self._loaded = True
         return loaded
@@ -167,8 +170,19 @@ class DiskTier:
         with self._lock:
             held = slots[self.slab.is_occupied(slots)].tolist()
             chosen = [slot for slot in held if slot not in self._uncommitted]
+            chosen, free = self._unlisted.end(chosen)
+            self.slab.release(np.array(free, np.int64))
         if planted("reuse_before_commit"):
             self.slab.release(np.array(chosen, np.int64))
+        self._remove_rows(chosen)
+
+    def unlist(self, slots: Slots) -> None:
+        """Remove the rows of blocks with the next commit; the slots stay taken until `remove`."""
+        with self._lock:
+            self._unlisted.add(slots.tolist())
+        self._remove_rows(slots.tolist())
+
+    def _remove_rows(self, chosen: list[int]) -> None:
         owners = self._volumes_of(np.array(chosen, np.int64)).tolist()
         for number, volume in enumerate(self._volumes):
             own = [slot for slot, owner in zip(chosen, owners, strict=True) if owner == number]
@@ -327,7 +341,7 @@ class DiskTier:
         reach("disk.free")
         if not planted("reuse_before_commit"):
             with self._lock:
-                self.slab.release(np.array(slots, np.int64))
+                self.slab.release(np.array(self._unlisted.committed(slots), np.int64))
 
     def _abandon(self, segment: int) -> list[int]:
         """Quarantine a segment. Returns: the slots of its committed blocks."""

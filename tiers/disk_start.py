@@ -155,18 +155,22 @@ def open_volumes(
     return Opened(volumes, files, slab, avoided, found, headers)
 
 
-def load_volumes(io: FileIo, opened: Opened, names: Namespaces) -> Loaded:
-    """Restore the slab and return all rows.
+def load_volumes(
+    io: FileIo, opened: Opened, names: Namespaces, void_below: Callable[[bytes], int]
+) -> Loaded:
+    """Restore the slab and return all rows. void_below: see rebuild.scan_segment.
 
     Raises StoreError for another's catalogue, and for a device that fails meanwhile.
     """
     try:
-        return _load_volumes(io, opened, names)
+        return _load_volumes(io, opened, names, void_below)
     except OSError as error:
         raise StoreError(f"the disk tier cannot start: {error}; check that device") from None
 
 
-def _load_volumes(io: FileIo, opened: Opened, names: Namespaces) -> Loaded:
+def _load_volumes(
+    io: FileIo, opened: Opened, names: Namespaces, void_below: Callable[[bytes], int]
+) -> Loaded:
     slab, found, headers = opened.slab, opened.found, opened.headers
     sound: dict[int, OwnedCatalogue] = {}
     for number, volume in enumerate(opened.volumes):
@@ -184,7 +188,7 @@ def _load_volumes(io: FileIo, opened: Opened, names: Namespaces) -> Loaded:
         if rows is None:
             if found[number].segments:
                 rebuilt.append(number)
-            rows = _rebuild(io, volume, slab, names)
+            rows = _rebuild(io, volume, slab, names, void_below)
         _restore_slab(volume, rows, slab)
         for part in rows:
             groups.setdefault(part.dtype["tokens"].shape[0], []).append(part)
@@ -289,7 +293,9 @@ def _slot_exists(rows: Rows, classes: npt.NDArray[np.int64], slab: Slab) -> npt.
     return np.asarray(inside & (sizes > 0) & (classes[segments] == sizes) & fits)
 
 
-def _rebuild(io: FileIo, volume: Volume, slab: Slab, names: Namespaces) -> list[Rows]:
+def _rebuild(
+    io: FileIo, volume: Volume, slab: Slab, names: Namespaces, void_below: Callable[[bytes], int]
+) -> list[Rows]:
     """A new catalogue from the headers in the volume's slots."""
 
     def number_of(digest: bytes) -> int | None:
@@ -311,6 +317,7 @@ def _rebuild(io: FileIo, volume: Volume, slab: Slab, names: Namespaces) -> list[
                 slots=slots,
                 per=per,
                 namespace_number=number_of,
+                void_below=void_below,
             )
     kept, _ = newest(groups, per)
     merged: dict[int, list[Rows]] = {}

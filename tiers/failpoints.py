@@ -28,6 +28,9 @@ FAILPOINTS = (
     "start.rebuild",  # a damaged catalogue is about to be replaced
     "start.recover",  # the catalogue was read, the index is empty
     "start.takeover",  # a former owner's arena was scanned
+    "invalidate.dropped",  # blocks have left the tiers in memory, nothing durable says so
+    "invalidate.noted",  # the floors are durable, removals are not committed
+    "invalidate.settled",
     "stop.mark",  # the catalogue is closed, the mark of a clean stop not written
 )
 BUGS = (

@@ -101,6 +101,11 @@ class HostTier:
             self._bytes[at + 8 : at + size] = header[8:]
         self._words[offsets // 8] = headers[:, :8].view(np.uint64)[:, 0]
 
+    def unpublish(self, slots: Slots) -> None:
+        """Slots that somebody still reads are no blocks any more: no new owner finds them."""
+        self._refuse_closed()
+        self._words[self._offsets(slots) // 8] = 0
+
     def release(self, slots: Slots) -> None:
         """Free slots, published or not. ValueError, and no change, if one is not occupied."""
         self._refuse_closed()

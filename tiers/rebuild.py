@@ -1,7 +1,8 @@
 """Rows from the slots' own headers, for a volume whose catalogue was lost or damaged.
 
 A slot that was freed still has its old header, so a block that was evicted may come back: it is the
-same block, and its payload is verified before it is used. Only headers are read.
+same block, and its payload is verified before it is used. One that was invalidated must not: the
+caller says below which generation. Only headers are read.
 """
 
 from collections.abc import Callable
@@ -29,11 +30,13 @@ def scan_segment(
     slots: int,
     per: int,
     namespace_number: NamespaceNumber,
+    void_below: Callable[[bytes], int] = lambda digest: 0,
 ) -> list[Rows]:
     """Unsealed rows of the sound headers in one segment, one array for each record format.
 
     slots: how many the segment has. per: slots_per_segment_max. namespace_number: of a digest; None
-    leaves the block out. What cannot be read is left out; never raises for bad bytes.
+    leaves the block out. void_below: of a digest, the generation below which its records are left
+    out: they were invalidated. What cannot be read is left out; never raises for bad bytes.
     """
     groups: dict[tuple[RecordFormat, bytes], tuple[list[Bytes], list[int]]] = {}
     whole = WINDOW_BYTES // slot_bytes
@@ -58,11 +61,15 @@ def scan_segment(
                 headers, indices = groups.setdefault((record, kept[64:96].tobytes()), ([], []))
                 headers.append(kept)
                 indices.append(segment * per + first + number)
-    return [
-        rows_of(record, np.stack(headers), np.array(at_slots, np.int64), name, per)
-        for (record, digest), (headers, at_slots) in groups.items()
-        if (name := namespace_number(digest)) is not None
-    ]
+    found = []
+    for (record, digest), (headers, at_slots) in groups.items():
+        stacked = np.stack(headers)
+        valid = record.fixed(stacked)["generation"] >= np.uint64(void_below(digest))
+        name = namespace_number(digest) if valid.any() else None
+        if name is not None:
+            slots_at = np.array(at_slots, np.int64)[valid]
+            found.append(rows_of(record, stacked[valid], slots_at, name, per))
+    return found
 
 
 def newest(groups: list[Rows], per: int) -> tuple[list[Rows], list[int]]:

@@ -79,6 +79,7 @@ class Engine:
             sequences_max=sequences_max,
             waiting_max=waiting_max,
         )
+        self._epoch = self._space.epoch  # of the blocks that can be found on the device
         self._requests = 0
         self._totals = dict.fromkeys(
             ("finished", "aborted", "prompt_tokens", "output_tokens", "failed_loads"), 0
@@ -208,6 +209,8 @@ class Engine:
     def _start(self, request: Request) -> Admission:
         """Give a request its pages: those of its prefix on the device, and fresh ones."""
         sequence, size = request.sequence, self.pool.page_tokens
+        self._follow()
+        sequence.renew()
         usable = (sequence.length - 1) // size  # one token is always computed
         shared: list[int] = []
         if self._device_reuse:
@@ -233,11 +236,23 @@ class Engine:
             self._prefixes.ready(request, GRACE_S)
         return Admission.STARTED
 
+    def _follow(self) -> None:
+        """Forget the blocks on the device when their namespace was invalidated.
+
+        Requests that run keep their pages to their end, but nobody else gets them.
+        """
+        epoch = self._space.epoch
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self.pool.clear()
+
     def _join(self, request: Request, block: int) -> bool:
         """Whether another request is bringing or computing this very block already: then wait."""
         key = request.sequence.keys[block].tobytes()
         for other in self.scheduler.running:
             known = other.sequence
+            if known.epoch != request.sequence.epoch:
+                continue  # What it computes will not be given to others.
             if other.offered <= block < known.blocks and known.keys[block].tobytes() == key:
                 if not request.joined:
                     self.planner.joined()
@@ -303,7 +318,8 @@ class Engine:
             return
         request.offered = full
         sequence, pages = request.sequence, request.pages[:full]
-        if self._device_reuse:
+        self._follow()
+        if self._device_reuse and sequence.epoch == self._epoch:
             self.pool.publish(sequence.keys[:full], sequence.block_tokens(0, full), pages)
         if self._store_pool is not None:
             save = sequence.save(self._store_pool, pages)
