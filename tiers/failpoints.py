@@ -38,7 +38,7 @@ BUGS = (
     "publish_before_sync",  # a row is committed before its bytes are durable
     "reuse_before_commit",  # a slot is free before its block's removal is committed
     "hold_by_timer",  # a load's hold ends before its copy
-    "ignore_short_read",
+    "ignore_short_read",  # a read that ended early counts as whole
     "keep_children",  # a dropped block's descendants stay
     "leaf_first",  # write-back does not care for ancestors
 )

@@ -34,6 +34,7 @@ from support.chains import (
     tokens_of,
 )
 from support.checks import assert_at_rest
+from support.images import copy_store
 
 HEADER_BITS = RECORD.header_bytes * 8
 PAYLOAD_BITS = RECORD.payload_bytes * 8
@@ -86,7 +87,7 @@ def make_kill(at: Path, flushed: bool) -> Kill:
                 slots = placement.index.slots(TierName.HOST, ticket.rows)
             address = placement.host.arena.address
             kill.offsets += [int(a) - address for a in placement.host.record_addresses(slots)]
-        shutil.copytree(at / "store", kill.directory)
+        copy_store(at / "store", kill.directory)
         kill.arena = placement.host.arena.path
         kill.image = kill.arena.read_bytes()
     return kill
