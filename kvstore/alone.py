@@ -23,7 +23,7 @@ def opened_alone(directory: Path, io: FileIo, clock: Clock) -> Iterator[Opened]:
     config = load_config(directory, host=CAPACITY_MIN_BYTES, hash=facts.hash)
     parts = open_parts(config, io, clock)
     try:
-        parts.starter.start()
+        parts.start()
         if parts.starter.failure is not None:
             raise parts.starter.failure
         yield parts

@@ -70,7 +70,7 @@ def _drop_bad_blocks(store: "Store", arguments: Arguments) -> dict[str, Any]:
 def _invalidate(store: "Store", arguments: Arguments) -> dict[str, Any]:
     texts = dict.fromkeys(("namespace", "model", "tenant", "prefix"), str)
     done = store.invalidate(Scope(**checked(arguments, {**texts, "everything": bool})))
-    return {**asdict(done), "labels": [] if done.namespaces else store.labels()[:LABELS_MAX]}
+    return {**asdict(done), "labels": [] if done.blocks else store.labels()[:LABELS_MAX]}
 
 
 # Closed: what is not here cannot be asked for. A command takes its arguments by `checked`, raises

@@ -117,9 +117,14 @@ class Floors:
             shared = Floor(0, max(gone.void, gone.rebuild), max(gone.start, unsettled), gone.arena)
             self.entries[EVERY] = self.entries.get(EVERY, Floor()).raised(shared)
 
-    def settle(self) -> None:
-        """The catalogue knows everything: nothing is pending any more."""
-        self.entries = {digest: replace(f, start=0) for digest, f in self.entries.items()}
+    def settle(self, *, arena_too: bool) -> None:
+        """The catalogue knows everything, and with `arena_too` the host arena holds nothing void.
+
+        Without it there may be an arena that this owner has not looked into.
+        """
+        for digest, f in self.entries.items():
+            arena = f.arena if arena_too else max(f.arena, f.start)
+            self.entries[digest] = replace(f, start=0, arena=arena)
 
     # --- bytes
 

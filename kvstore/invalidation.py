@@ -232,7 +232,7 @@ class Invalidator:
             time.sleep(PAUSE_S)
         committed = placement.disk is None or placement.disk.flush_removals() is None
         if committed and not self._held and self._floors.pending():
-            self._floors.settle()
+            self._floors.settle(arena_too=placement.host.arena.persist)
             self._replace()
 
 

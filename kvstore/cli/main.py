@@ -1,6 +1,7 @@
 """The `kvstore` command: one file for each group of commands, and here what they have in common.
 
-Exit codes: 0 done; 1 `verify` found bad blocks; 2 wrong usage or input, and a sentence on stderr.
+Exit codes: 0 done; 1 `verify` found bad blocks, or `invalidate` could not make it durable; 2 wrong
+usage or input, and a sentence on stderr.
 
 A module of commands is imported for every command, `--help` included. So none imports the runtime
 or torch at its top: a command that needs them imports them when it runs.
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 import typer
 
 import kvstore
-from kvstore.cli import bench, chat, demo, generate, ls, model, stats, verify
+from kvstore.cli import bench, chat, demo, generate, invalidate, ls, model, stats, verify
 from kvstore.tiers.errors import KvstoreError
 
 EXIT_USAGE = 2
@@ -30,6 +31,7 @@ app = typer.Typer(
 app.command("stats")(stats.stats)
 app.command("ls")(ls.ls)
 app.command("verify")(verify.verify)
+app.command("invalidate")(invalidate.invalidate)
 app.command("bench")(bench.bench)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)

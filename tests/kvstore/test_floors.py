@@ -39,9 +39,12 @@ def test_which_floor_counts_where() -> None:
     floors.raise_to([digest(1)], Floor(void=1, rebuild=4, start=3, arena=2))
     assert (floors.of_row(digest(1)), floors.of_rebuilt(digest(1))) == (3, 4)
     assert (floors.of_arena(digest(1)), floors.of_row(digest(2))) == (3, 0)
-    floors.settle()
+    floors.settle(arena_too=False)
     assert (floors.of_row(digest(1)), floors.of_rebuilt(digest(1))) == (1, 4)
-    assert floors.of_arena(digest(1)) == 2
+    assert floors.of_arena(digest(1)) == 3, "somebody else's arena was not looked into"
+    floors.raise_to([digest(2)], Floor(start=5, arena=4))
+    floors.settle(arena_too=True)
+    assert (floors.of_row(digest(2)), floors.of_arena(digest(2))) == (0, 4)
     floors.raise_to([EVERY], Floor(void=9))
     assert [floors.of_row(digest(n)) for n in (1, 2)] == [9, 9]
     assert list(floors.entries) == [EVERY], "what one floor says is said once"
@@ -60,7 +63,7 @@ def test_it_stays_small_and_forgets_no_invalidation(at_once: int) -> None:
         rebuilt.update(dict.fromkeys(chosen, now))
         # Until it is settled, also the next start leaves everything out that was just named.
         assert all(floors.of_row(one) >= now for one in chosen)
-        floors.settle()
+        floors.settle(arena_too=True)
         assert len(floors.entries) <= ENTRIES_MAX
         assert len(floors.pack()) <= FILE_BYTES_MAX
     assert all(floors.of_rebuilt(one) >= floor for one, floor in rebuilt.items())
