@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore.config import load_config
 from kvstore.store import Store
 from kvstore.store import open as open_store
 from kvstore.tiers.base import TierName
@@ -194,8 +195,12 @@ def drop_in_the_middle(directory: Path) -> None:
 def stop_after_one_group(directory: Path) -> None:
     """What a kill after the first group leaves on disk is a prefix, and can be used."""
     copy = directory.with_name("after")
-    with open_small(directory) as store:
-        engine_of(store).save(TOKENS)
+    config = load_config(directory, host="8MiB", disk_capacity="32MiB")
+    with Store(config, threads=False) as store:  # One group after the other.
+        engine = engine_of(store)
+        sequence, table = engine.space.sequence(TOKENS), engine.table(BLOCKS)
+        engine.compute(sequence, table)
+        sequence.save(engine.pool, table)
         store.flush()
         placement = store._placement
         with placement.lock:  # Its first block is bad on disk: all are to be written once more.
