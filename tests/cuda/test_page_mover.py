@@ -1,4 +1,4 @@
-"""Blocks to and from a device: the right bytes by every method, late or not, and always in order."""
+"""Blocks to and from a device: the right bytes by every method, late or not, always in order."""
 
 import random
 import time

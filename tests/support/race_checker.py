@@ -1,4 +1,4 @@
-"""A device that knows what happened before what: it wraps another and finds work that is not ordered.
+"""A device that knows what happened before what: it wraps another and finds what is not ordered.
 
 Every stream and the host have a clock; an event carries the clocks of its stream, and whoever waits
 for it takes them over. Two pieces of work that touch the same bytes, one of them writing, must be
