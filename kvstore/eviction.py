@@ -108,9 +108,16 @@ class Evictor:
         queue.changes = self._index.changes
 
     def coldest_segment(
-        self, slab: Slab, slot_bytes: int, *, clean_only: bool = False
+        self,
+        slab: Slab,
+        slot_bytes: int,
+        *,
+        clean_only: bool = False,
+        among: Mask | None = None,
     ) -> int | None:
         """The segment of another size whose latest used block is the oldest; None if none may go.
+
+        slot_bytes: 0 for a segment of any size. among: bool [segments], those to choose from.
 
         A segment may go if every slot taken in it belongs to a row, and none of these rows and
         their descendants in the tier is leased or held (clean_only: or not in the other tier).
@@ -123,11 +130,13 @@ class Evictor:
             for size in slab.classes()
             if size != slot_bytes
             for segment in slab.segments_of_class(size).tolist()
+            if among is None or among[segment]
         ]
-        if not others or question == self._no_segment:
+        if not others or (among is None and question == self._no_segment):
             return None
         segment = self._search_segments(slab, others, clean_only)
-        self._no_segment = question if segment is None else None
+        if among is None:
+            self._no_segment = question if segment is None else None
         return segment
 
     def _search_segments(self, slab: Slab, among: list[int], clean_only: bool) -> int | None:

@@ -1,7 +1,8 @@
 """A store's directory: `lock`, `store.toml` and other small files, and the disk tier's `disk0`.
 
-store.toml is written once, atomically, when the store is made: format, store id, hash, capacity and
-segment size. What it says counts over a configuration that differs, or the store is refused.
+store.toml is written atomically when the store is made, and when it is resized: format, store id,
+hash, capacity and segment size. What it says counts over a configuration that differs, or the store
+is refused.
 """
 
 import errno
@@ -127,7 +128,7 @@ class Home:
     def write_facts(self, facts: StoreFacts) -> None:
         """Write store.toml: whole or not at all, durable when this returns."""
         text = (
-            f"# A kvstore. Written once; do not edit.\nformat = {FORMAT}\n"
+            f"# A kvstore. Written by kvstore; do not edit.\nformat = {FORMAT}\n"
             f'id = "{facts.store_id.hex()}"\nhash = "{facts.hash}"\n'
             f"disk_capacity_bytes = {facts.disk_capacity_bytes}\n"
             f"disk_segment_bytes = {facts.disk_segment_bytes}\n"

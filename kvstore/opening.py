@@ -36,6 +36,7 @@ from kvstore.write_budget import WriteBudget
 
 ROWS_EXPECTED_MAX = 1 << 20
 SLOT_TYPICAL_BYTES = 256 << 10
+HOST_GROWTH_MAX = 8  # Host memory may grow to so many times what it is at start: address space.
 
 
 @dataclass
@@ -125,6 +126,7 @@ def open_parts(
             directory=config.arena_directory,
             io=io,
             threads=threads,
+            most_bytes=HOST_GROWTH_MAX * config.host_capacity_bytes,
         )
         undo.callback(host.close, keep=True)
         disk = None
@@ -223,8 +225,8 @@ def _settle(config: Config, facts: StoreFacts | None, io: FileIo) -> Config:
     wanted = config.disk_capacity_bytes
     if wanted and wanted != facts.disk_capacity_bytes:
         raise ConfigError(
-            f"the store in {config.home} was made for {facts.disk_capacity_bytes} bytes on disk; "
-            "open it with that capacity, or with none"
+            f"the store in {config.home} has {facts.disk_capacity_bytes} bytes on disk; open it "
+            "with that capacity or with none, and change it with `kvstore resize`"
         )
     config = replace(config, disk_paths=facts.paths, disk_capacity_bytes=facts.disk_capacity_bytes)
     return with_defaults(config, free_bytes=None)

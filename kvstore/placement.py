@@ -208,19 +208,19 @@ class Placement:
     def _make_host_room(self, slot_bytes: int, count: int) -> bool:
         """Evict blocks of this slot size, or take a segment from another size. Returns success."""
         self.expire_leases()
-        clean = self._only_clean()
+        clean = self.only_clean()
         # A few more than are needed, of many: choosing costs the same for one and for thirty.
         count = max(count, min(EVICT_BLOCKS, self.index.blocks(TierName.HOST) // 64))
         rows = self._evict_host.coldest(count, slot_bytes=slot_bytes, clean_only=clean)
         left = self.index.clear(TierName.HOST, rows)
         if len(left.rows):
-            self._count_evicted(left.rows)
+            self.count_evicted(left.rows)
             reach("host.evict")
             self.release_host_slots(left.free_slots)
             return True
         return self._steal_host_segment(slot_bytes)
 
-    def _only_clean(self) -> bool:
+    def only_clean(self) -> bool:
         """Whether host memory gives up only what is on disk too.
 
         Not while the disk takes nothing or the day's budget is spent, and not when write-back has
@@ -229,7 +229,8 @@ class Placement:
         writes = not self.writes_fail and self.budget.ready()
         return self.disk is not None and bool(self.dirty) and writes
 
-    def _count_evicted(self, rows: Ints) -> None:
+    def count_evicted(self, rows: Ints) -> None:
+        """Count rows that left host memory, and those of them that never got to disk."""
         self.counters.add("evicted_blocks.host", len(rows))
         if self.disk is not None:
             unwritten = int((self.index.slots(TierName.DISK, rows) < 0).sum())
@@ -238,13 +239,13 @@ class Placement:
     def _steal_host_segment(self, slot_bytes: int) -> bool:
         """Give the coldest segment of another size to this one; its blocks and all below leave."""
         slab = self.host.slab
-        segment = self._evict_host.coldest_segment(slab, slot_bytes, clean_only=self._only_clean())
+        segment = self._evict_host.coldest_segment(slab, slot_bytes, clean_only=self.only_clean())
         if segment is None:
             return False
         first = segment * slab.slots_per_segment_max
         rows = self.index.rows_in_slots(TierName.HOST, first, first + slab.slots_per_segment_max)
         left = self.index.drop_subtree(rows, TierName.HOST)
-        self._count_evicted(left.rows)
+        self.count_evicted(left.rows)
         self.release_host_slots(left.free_slots)
         if len(slab.slots_of(segment)):
             return False

@@ -23,6 +23,7 @@ from kvstore.lookup import count_lookup, find_prefix
 from kvstore.opening import Opened, open_parts
 from kvstore.pool import PagePool
 from kvstore.repair import Dropped, Suspect, drop_bad_blocks
+from kvstore.resizing import Resized, Resizer
 from kvstore.saving import Save, Saver
 from kvstore.sequence import Sequence
 from kvstore.space import Space
@@ -85,6 +86,7 @@ class Store:
         self._saver = Saver(placement, config.save_queue_blocks, threads=threads)
         self._loader = Loader(placement, parts.disks, config.load_queue, threads=threads)
         self._writer = Writer(placement, self.config, threads=threads) if parts.disk else None
+        self._resizer = Resizer(parts, self._writer, threads=threads)
         self._control: Control | None = None
         self._starter = threading.Thread(target=parts.start, name="kvstore-start", daemon=True)
         if threads:
@@ -284,6 +286,19 @@ class Store:
         """See Space.epoch."""
         return self._placement.epochs[space.number]
 
+    def resize(self, *, host_bytes: int | None = None, disk_bytes: int | None = None) -> Resized:
+        """Give the tiers other capacities, in bytes, while the store is in use. None: as it is.
+
+        Blocks until it is done: to shrink, the coldest segments are emptied, and what keeps them
+        from it is waited for resizing.WAIT_S. Saves and loads go on. The disk's capacity is kept
+        for later owners, host memory's is not. Raises ConfigError, and nothing has changed, for
+        what cannot be: too little, more than is free, or host memory beyond what was reserved.
+
+        Returns: a Resized; with a reason it reached less than was asked for, and works with that.
+        """
+        self._refuse_closed()
+        return self._resizer.resize(host_bytes, disk_bytes)
+
     def stats(self) -> dict[str, Any]:
         """Hits, misses and occupancy: the shape of `kvstore stats --json`."""
         self._refuse_closed()
@@ -325,6 +340,7 @@ class Store:
         self._closed = True
         if self._control is not None:
             self._control.close()
+        self._resizer.close()
         self._join_starter()
         self._saver.close()
         self._loader.close()

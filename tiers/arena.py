@@ -50,6 +50,9 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 class Arena:
     """Shared memory of at most `capacity_bytes`, header included, in segments of `segment_bytes`.
 
+    Address space is reserved for `most_bytes`, so that the capacity can grow to it without a new
+    mapping. An arena that is taken over keeps its own segments, if they can give this capacity.
+
     persist: False is a memfd, gone with its owner. True is a file in `directory`, mode 0600 and
     locked while its owner lives; the next owner takes it over unless it was closed with keep=False.
     start, was_clean, boot: what was found, whether its owner had stopped cleanly, and this owner's
@@ -67,6 +70,7 @@ class Arena:
         persist: bool,
         directory: Path = SHARED_MEMORY,
         io: FileIo | None = None,
+        most_bytes: int = 0,
     ) -> None:
         if len(store_id) != STORE_ID_BYTES:
             raise ConfigError(f"a store id has {STORE_ID_BYTES} bytes; got {len(store_id)}")
@@ -75,16 +79,13 @@ class Arena:
                 f"host segments of {segment_bytes} bytes are refused; use a multiple of {ALIGN}, "
                 f"at least {SLOT_BYTES_MIN}"
             )
-        self.segments = segments_in(capacity_bytes, segment_bytes)
-        if not self.segments:
+        self.store_id = store_id
+        self._set_sizes(segments_in(max(capacity_bytes, most_bytes), segment_bytes), segment_bytes)
+        if not self.segments_within(capacity_bytes):
             raise ConfigError(
                 f"host capacity of {capacity_bytes} bytes is too small for one segment; "
-                f"give at least {segment_bytes + header_bytes_of(1)}"
+                f"give at least {segment_bytes + header_bytes_of(max(self.segments, 1))}"
             )
-        self.store_id = store_id
-        self.segment_bytes = segment_bytes
-        self.segments_at = header_bytes_of(self.segments)
-        self.file_bytes = self.segments_at + self.segments * segment_bytes
         self.persist = persist
         self.path = arena_path(directory, store_id)
         self.closed = False
@@ -92,8 +93,28 @@ class Arena:
         self._file: ArenaFile | None = None
         self._stop = threading.Event()
         self._populating = threading.Lock()
+        self._open(capacity_bytes)
         self._committed = np.zeros(self.segments, np.bool_)
-        self._open()
+
+    def segments_within(self, capacity_bytes: int) -> int:
+        """How many segments fit a capacity beside the header, of those that are reserved."""
+        return max(0, min(self.segments, (capacity_bytes - self.segments_at) // self.segment_bytes))
+
+    def refuse(self, capacity_bytes: int) -> None:
+        """Raise ConfigError, in one sentence, for a capacity that cannot be from now on."""
+        least = self.segments_at + self.segment_bytes
+        if not least <= capacity_bytes < self.file_bytes + self.segment_bytes:
+            raise ConfigError(
+                f"host capacity can be {least} to {self.file_bytes} bytes while the store is in "
+                "use; for more, open it anew with that capacity"
+            )
+        needed = self.segments_at + self.segments_within(capacity_bytes) * self.segment_bytes
+        if self._file is None:
+            refuse_above(_memory_bytes(), needed, "this machine")
+        else:
+            taken = self._io.allocated_bytes(self.fd)
+            free = self._io.free_bytes(self._file.directory) + taken
+            refuse_above(free, needed, str(self.path.parent))
 
     def classes(self) -> npt.NDArray[np.int64]:
         """The slot_bytes of every segment, 0 for one without a class: int64 [segments]."""
@@ -119,6 +140,20 @@ class Arena:
             except OSError:
                 return False
             self._committed[segment] = True
+        return True
+
+    def release(self, segment: int) -> bool:
+        """Give the memory of a segment back; it reads as zeros then. Waits for who touches it.
+
+        Returns: True, or False where the system does not take it.
+        """
+        with self._populating:
+            self._committed[segment] = False
+            at = self.segments_at + segment * self.segment_bytes
+            try:
+                self._io.punch(self.fd, at, self.segment_bytes)
+            except OSError:
+                return False
         return True
 
     def populate(self, threads: int = 1) -> bool:
@@ -170,13 +205,38 @@ class Arena:
                 self._mapping.close()
         self._close_files()
 
-    def _open(self) -> None:
-        fixed = arena_header.fixed_part(self.store_id, self.segments, self.segment_bytes)
+    def _set_sizes(self, segments: int, segment_bytes: int) -> None:
+        self.segments = segments
+        self.segment_bytes = segment_bytes
+        self.segments_at = header_bytes_of(segments)
+        self.file_bytes = self.segments_at + segments * segment_bytes
+
+    def _suits(self, head: bytes, capacity_bytes: int) -> int | None:
+        """The size of an arena that begins so, if all but a segment of the capacity can be had."""
+        found = arena_header.parse_fixed(head, self.store_id)
+        if found is None:
+            return None
+        segments, size = found
+        file_bytes = header_bytes_of(segments) + segments * size
+        suits = header_bytes_of(segments) + size <= capacity_bytes < file_bytes + size
+        return file_bytes if suits else None
+
+    def _open(self, capacity_bytes: int) -> None:
+        needed = self.segments_at + self.segments_within(capacity_bytes) * self.segment_bytes
         if self.persist:
-            self._file = open_arena_file(self._io, self.path, fixed, self.file_bytes)
+            self._file = open_arena_file(
+                self._io,
+                self.path,
+                lambda head: self._suits(head, capacity_bytes),
+                file_bytes=self.file_bytes,
+                capacity_bytes=needed,
+            )
             self.fd, self.start = self._file.fd, self._file.start
+            found = arena_header.parse_fixed(self._file.head, self.store_id)
+            if found is not None:
+                self._set_sizes(*found)
         else:
-            refuse_above(_memory_bytes(), self.file_bytes, "this machine")
+            refuse_above(_memory_bytes(), needed, "this machine")
             self.fd, self.start = self._io.memfd(self.path.stem), ArenaStart.NEW
         try:
             if not self.persist:
@@ -195,6 +255,7 @@ class Arena:
         self._words = np.frombuffer(self._mapping, np.uint64)
         self.address = int(self._words.ctypes.data)
         if self.start is not ArenaStart.TAKEN_OVER:
+            fixed = arena_header.fixed_part(self.store_id, self.segments, self.segment_bytes)
             self.buffer[: len(fixed)] = fixed
         self.was_clean = bool(self._get(CLEAN_AT))
         self.boot = min(self._get(BOOT_AT) + 1, WORD_MAX)

@@ -5,6 +5,7 @@ another user's file or one that is in use is refused, and one of ours that does 
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -12,7 +13,10 @@ from pathlib import Path
 from kvstore.tiers.errors import ConfigError, StoreBusyError, StoreError
 from kvstore.tiers.io import FileIo
 
+HEAD_BYTES = 128
 TRIES_MAX = 8  # A name that others keep replacing is given up after as many looks.
+
+Suits = Callable[[bytes], int | None]
 
 
 class ArenaStart(StrEnum):
@@ -25,12 +29,16 @@ class ArenaStart(StrEnum):
 
 @dataclass(frozen=True)
 class ArenaFile:
-    """Open descriptors. `fd` may be given to others; `lock` never: the lock goes with it."""
+    """Open descriptors. `fd` may be given to others; `lock` never: the lock goes with it.
+
+    head: what the file began with when it was taken over; b"" for a new one.
+    """
 
     directory: int
     lock: int
     fd: int
     start: ArenaStart
+    head: bytes
 
 
 def arena_path(directory: Path, store_id: bytes) -> Path:
@@ -38,12 +46,15 @@ def arena_path(directory: Path, store_id: bytes) -> Path:
     return directory / f"kvstore-{os.geteuid()}-{store_id.hex()}.arena"
 
 
-def open_arena_file(io: FileIo, path: Path, fixed: bytes, file_bytes: int) -> ArenaFile:
-    """The locked file under `path`: an old one that begins with `fixed`, or a new one.
+def open_arena_file(
+    io: FileIo, path: Path, suits: Suits, *, file_bytes: int, capacity_bytes: int
+) -> ArenaFile:
+    """The locked file under `path`: an old one that suits, or a new one.
 
-    An old one must have `file_bytes` bytes. A new one has them too, all zero, and takes no memory
-    yet. Raises ConfigError (no such directory, capacity above what is free), StoreError (a link, or
-    not ours), StoreBusyError.
+    suits: told the first HEAD_BYTES of an old one, says how large it must be, or None for one to be
+    replaced. A new one has `file_bytes`, all zero, and takes no memory yet; `capacity_bytes` of it
+    will be used. Raises ConfigError (no such directory, capacity above what is free), StoreError (a
+    link, or not ours), StoreBusyError.
     """
     directory = _open_directory(io, path.parent)
     start = ArenaStart.NEW
@@ -52,16 +63,16 @@ def open_arena_file(io: FileIo, path: Path, fixed: bytes, file_bytes: int) -> Ar
             lock = _open_found(io, path, directory)
             made = lock < 0
             if made:
-                refuse_above(io.free_bytes(directory), file_bytes, str(path.parent))
+                refuse_above(io.free_bytes(directory), capacity_bytes, str(path.parent))
                 lock = _make(io, path, directory)
                 if lock < 0:
                     continue  # Another process made it first: look at that one.
             try:
-                wanted = None if made else fixed
-                found = _settle(io, path, directory, lock, fixed=wanted, file_bytes=file_bytes)
-                if found is not None:
+                head = _settle(io, path, directory, lock, file_bytes if made else suits)
+                if head is not None:
                     start = start if made else ArenaStart.TAKEN_OVER
-                    return ArenaFile(directory, lock, found, start)
+                    fd = io.open(path.name, write=True, directory=directory)
+                    return ArenaFile(directory, lock, fd, start, head)
             except BaseException:
                 io.close(lock)
                 raise
@@ -120,12 +131,11 @@ def _make(io: FileIo, path: Path, directory: int) -> int:
         ) from None
 
 
-def _settle(
-    io: FileIo, path: Path, directory: int, lock: int, *, fixed: bytes | None, file_bytes: int
-) -> int | None:
-    """Lock what was opened, size it (fixed=None: it is new) or check it.
+def _settle(io: FileIo, path: Path, directory: int, lock: int, wanted: int | Suits) -> bytes | None:
+    """Lock what was opened; size it (wanted: the bytes of a new file) or check it.
 
-    Returns: a second descriptor of it, or None when it was removed or replaced: look again.
+    Returns: how an old file begins, b"" for a new one; None when it was removed or replaced: look
+    again. Raises for another user's file, or one that is in use.
     """
     state = io.stat(lock)
     if state.st_uid != os.geteuid():
@@ -137,17 +147,18 @@ def _settle(
         raise StoreBusyError(f"{path} is in use by another process; end that one first")
     if not _names(io, path, directory, lock):
         return None
-    if fixed is None:
-        io.truncate(lock, file_bytes)
-    else:
-        head = bytearray(len(fixed))
-        io.pread(lock, head, 0)
-        # Others that may write it, or reach it by a second name, could change bytes at any time.
-        alone = state.st_nlink == 1 and not state.st_mode & 0o077
-        if not alone or io.size(lock) != file_bytes or head != fixed:
-            io.unlink(path.name, directory=directory)
-            return None
-    return io.open(path.name, write=True, directory=directory)
+    if isinstance(wanted, int):
+        io.truncate(lock, wanted)
+        return b""
+    head = bytearray(HEAD_BYTES)
+    io.pread(lock, head, 0)
+    # Others that may write it, or reach it by a second name, could change bytes at any time.
+    alone = state.st_nlink == 1 and not state.st_mode & 0o077
+    size = wanted(bytes(head))
+    if alone and size is not None and io.size(lock) == size:
+        return bytes(head)
+    io.unlink(path.name, directory=directory)
+    return None
 
 
 def _names(io: FileIo, path: Path, directory: int, fd: int) -> bool:

@@ -24,6 +24,8 @@ CLEAN_AT = 136
 CLASSES_AT = 256
 CHECKSUM_AT = 120
 WORD_MAX = 0xFFFFFFFF
+SEGMENTS_MAX = 1 << 24
+ARENA_BYTES_MAX = 1 << 56
 
 ARENA_HEADER = np.dtype(
     {
@@ -51,7 +53,7 @@ def header_bytes_of(segments: int) -> int:
 
 
 def segments_in(capacity_bytes: int, segment_bytes: int) -> int:
-    """How many segments fit into a capacity beside the header."""
+    """How many segments fit into a capacity beside the header, which has a word for each."""
     # Each segment also takes its word; rounding the header up costs at most one segment more.
     segments = max(0, capacity_bytes - CLASSES_AT) // (segment_bytes + 8)
     while segments and header_bytes_of(segments) + segments * segment_bytes > capacity_bytes:
@@ -71,6 +73,21 @@ def fixed_part(store_id: bytes, segments: int, segment_bytes: int) -> bytes:
     header["store_id"] = np.void(store_id)
     header["checksum"] = xxhash.xxh3_64_intdigest(header.tobytes()[:CHECKSUM_AT])
     return header.tobytes()
+
+
+def parse_fixed(head: bytes, store_id: bytes) -> tuple[int, int] | None:
+    """Segments and segment_bytes of an arena of this store that begins with `head`, 128 bytes.
+
+    Returns: (segments, segment_bytes) | None, for any other bytes.
+    """
+    if len(head) != FIXED_BYTES:
+        return None
+    header = np.frombuffer(head, ARENA_HEADER)[0]
+    segments, segment_bytes = int(header["segments"]), int(header["segment_bytes"])
+    if not 0 < segments <= SEGMENTS_MAX or segments * segment_bytes > ARENA_BYTES_MAX:
+        return None
+    same = fixed_part(store_id, segments, segment_bytes) == head
+    return (segments, segment_bytes) if same else None
 
 
 def seal_word(store_id: bytes, place: int, value: int) -> int:

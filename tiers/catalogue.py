@@ -41,6 +41,7 @@ from kvstore.tiers.catalogue_tables import (
     parse_namespaces,
     refuse_identity,
 )
+from kvstore.tiers.commit_bytes import commit_bytes
 from kvstore.tiers.errors import StoreError
 from kvstore.tiers.failpoints import reach
 from kvstore.tiers.io import FileIo, is_link, thread_written_bytes
@@ -70,6 +71,7 @@ class Change:
     """One commit. Removals come first, so a slot may be removed and written in one change.
 
     rows: sealed by the commit, each array of one block_tokens. removed: keys, (segment, index).
+    segments: slot_bytes and state of each; slot_bytes 0 for one that is gone.
     """
 
     rows: list[Rows] = field(default_factory=list)
@@ -168,7 +170,10 @@ class Catalogue:
             parts = [change]
         with self._lock:
             for part in parts:
-                fault = self._commit_counted(part)
+                before = thread_written_bytes()
+                fault = self._commit_part(part)
+                row_bytes = sum(rows.nbytes for rows in part.rows)
+                self.written_bytes += commit_bytes(before, row_bytes, len(part.removed))
                 if fault is not None:
                     return fault
         return None
@@ -196,6 +201,26 @@ class Catalogue:
             except (lmdb.Error, OSError):
                 return CommitFault.DEVICE
         return None
+
+    def shrink(self, size_bytes: int) -> int:
+        """Let the file have no more than `size_bytes`, or than LMDB uses of it.
+
+        Returns: the file's size now.
+        """
+        with self._lock:
+            size = max(size_bytes, self.used_bytes(), BASE_BYTES)
+            try:
+                fd = self._io.open(self.directory / DATA_FILE, write=True)
+                try:
+                    before = self._io.size(fd)
+                    if size < before:
+                        self._env.set_mapsize(size)
+                        self._io.truncate(fd, size)
+                finally:
+                    self._io.close(fd)
+            except (lmdb.Error, OSError):
+                return before
+        return min(size, before)
 
     def load(self) -> tuple[dict[int, Rows], int]:
         """All sound rows by block_tokens, in the order of their slots; damaged ones are removed.
@@ -321,16 +346,6 @@ class Catalogue:
             self._env.set_mapsize(0)  # The owner's map grew: take over its size.
         return self._env.begin()
 
-    def _commit_counted(self, change: Change) -> CommitFault | None:
-        before = thread_written_bytes()
-        fault = self._commit_part(change)
-        after = thread_written_bytes()
-        size = _most_written(change)
-        if before is not None and after is not None:
-            size = after - before
-        self.written_bytes += -(-size // PAGE) * PAGE
-        return fault
-
     def _commit_part(self, change: Change) -> CommitFault | None:
         if self._broken:
             return CommitFault.DEVICE
@@ -356,6 +371,9 @@ class Catalogue:
         for number, namespace in change.namespaces.items():
             txn.put(NUMBER.pack(number), namespace.pack(), db=self._namespaces)
         for segment, (slot_bytes, state) in change.segments.items():
+            if not slot_bytes:
+                txn.delete(NUMBER.pack(segment), db=self._segments)
+                continue
             value = SEGMENT.pack(slot_bytes, int(state is SegmentState.QUARANTINED))
             txn.put(NUMBER.pack(segment), value, db=self._segments)
         for key in change.removed:
@@ -372,14 +390,3 @@ class Catalogue:
             if not parse_rows([value], found) or keys_of(next(iter(found.values()))[0]) != [key]:
                 bad.append(bytes(key))
         return bad
-
-
-def _most_written(change: Change) -> int:
-    """Bytes a commit writes at most, near enough, where the system counts no bytes of threads.
-
-    A page of its own for each row that is removed, half-full pages of new rows, and the path from
-    the root to them in each of four tables and in LMDB's own two.
-    """
-    rows = sum(rows.nbytes for rows in change.rows)
-    names = sum(len(namespace.pack()) for namespace in change.namespaces.values())
-    return PAGE * (24 + len(change.removed) + len(change.segments)) + 2 * (rows + names)

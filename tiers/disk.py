@@ -36,6 +36,7 @@ from kvstore.tiers.disk_outcomes import (
     Written,
 )
 from kvstore.tiers.disk_room import Room
+from kvstore.tiers.disk_sizing import DiskSizing
 from kvstore.tiers.disk_start import Loaded, Namespaces, load_volumes, open_volumes
 from kvstore.tiers.failpoints import planted, reach
 from kvstore.tiers.group_write import GroupWriter, Piece, Submit, refuse_bad_group
@@ -105,6 +106,7 @@ class DiskTier:
         self._unlisted = Unlisted()
         self._names = Namespaces()
         self.room = Room(self.slab, self._volumes)
+        self.sizing = DiskSizing(io, self.slab, self._volumes, self._lock, other_bytes)
 
     def load(self, void_below: Callable[[bytes], int] = lambda digest: 0) -> Loaded:
         """Read the catalogues, or rebuild damaged ones. Once, before anything is reserved.

@@ -33,7 +33,8 @@ from kvstore.tiers.record import ALIGN
 from kvstore.tiers.segment import HEADER_BYTES, STORE_ID_BYTES, FileHeader
 from kvstore.tiers.slab import Slab
 from kvstore.tiers.survey import Survey, refuse_no_room, survey
-from kvstore.tiers.volume import Volume, refuse_too_small
+from kvstore.tiers.volume import Volume
+from kvstore.tiers.volume_cost import refuse_too_small
 
 SEGMENTS_MAX = 4096  # A start reads the header of each, and sums go over all of them.
 VOLUMES_MAX = 64
@@ -200,14 +201,14 @@ def _load_volumes(
 
 
 def _slab(found: list[Survey], share_bytes: int, segment_bytes: int) -> Slab:
-    """A slab for as many segments as fit the capacity, and for all that exist."""
+    """A slab for as many segments as there may ever be: the capacity may grow."""
     last = max((segment for one in found for segment in one.segments), default=0)
     segments_max = max(share_bytes // segment_bytes, last // len(found) + 1) * len(found)
     if segments_max > SEGMENTS_MAX:
         raise ConfigError(
             f"{segments_max} segments are more than {SEGMENTS_MAX}; use larger segments"
         )
-    return Slab(segments_max, segment_bytes, HEADER_BYTES)
+    return Slab(SEGMENTS_MAX // len(found) * len(found), segment_bytes, HEADER_BYTES)
 
 
 def _restore_classes(volume: Volume, headers: dict[int, FileHeader]) -> None:

@@ -31,6 +31,11 @@ FAILPOINTS = (
     "invalidate.dropped",  # blocks have left the tiers in memory, nothing durable says so
     "invalidate.noted",  # the floors are durable, removals are not committed
     "invalidate.settled",
+    "resize.give_back",  # a segment of host memory has no class, its memory is still taken
+    "resize.drop",  # a segment's blocks are gone by a commit, its file is about to be removed
+    "resize.dropped",  # its file is gone, the catalogue does not know
+    "resize.shrink",  # store.toml has the lower capacity, the volumes' headers still the higher
+    "resize.grow",  # the volumes' headers have the higher capacity, store.toml still the lower
     "stop.mark",  # the catalogue is closed, the mark of a clean stop not written
 )
 BUGS = (

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from kvstore.tiers.arena import SHARED_MEMORY, Arena
 from kvstore.tiers.arena_file import ArenaStart
 from kvstore.tiers.errors import ClosedError
+from kvstore.tiers.failpoints import reach
 from kvstore.tiers.host_scan import MAGIC_WORD, FoundRecords, find_records, merged
 from kvstore.tiers.io import FileIo
 from kvstore.tiers.record import Bytes
@@ -27,8 +28,8 @@ class HostTier:
 
     reserve, release, reassign and scan belong under the owner's lock; views, addresses and publish
     of different slots may run side by side. `slab` is for reading: what frees or moves slots goes
-    through this class. Without `threads` no memory is touched ahead of its use. Raises what Arena
-    raises, and ClosedError after close.
+    through this class. The capacity may move, up to `most_bytes`. Without `threads` no memory is
+    touched ahead of its use. Raises what Arena raises, and ClosedError after close.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class HostTier:
         directory: Path = SHARED_MEMORY,
         io: FileIo | None = None,
         threads: bool = True,
+        most_bytes: int = 0,
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.arena = Arena(
@@ -50,13 +52,17 @@ class HostTier:
             persist=persist,
             directory=directory,
             io=io,
+            most_bytes=most_bytes,
         )
-        self.slab = Slab(self.arena.segments, segment_bytes, 0)
+        self.slab = Slab(self.arena.segments, self.arena.segment_bytes, 0)
+        self.slab.segments_limit = self.arena.segments_within(capacity_bytes)
         self._bytes = np.frombuffer(self.arena.buffer, np.uint8)
         self._words = self._bytes.view(np.uint64)
         taken_over = self.arena.start is ArenaStart.TAKEN_OVER
         self._scanned = not taken_over
         self._touch_ahead = TouchAhead(self.arena, threads=threads)
+        # What a former owner left is counted first, see scan.
+        self._touch_ahead.limit(0 if taken_over else self.slab.segments_limit)
         self._touch_ahead.in_use(0)
         # Segments that may hold old bytes where slots of another class would have their magic.
         self._used = np.full(self.arena.segments, taken_over, np.bool_)
@@ -151,8 +157,10 @@ class HostTier:
             return []
         parts: list[FoundRecords] = []
         for segment, slot_bytes in enumerate(self.arena.classes().tolist()):
-            if not self.slab.fits(slot_bytes):
-                self.arena.set_class(segment, 0)
+            full = len(self.slab.assigned()) >= self.slab.segments_limit
+            if full or not self.slab.fits(slot_bytes):
+                if slot_bytes:
+                    self.arena.set_class(segment, 0)
                 continue
             rows = self._rows(segment, slot_bytes)
             first = segment * self.slab.slots_per_segment_max
@@ -164,7 +172,47 @@ class HostTier:
             self.slab.restore(segment, slot_bytes, slots)
             parts += found
         self._scanned = True
+        self.fit_memory()
         return merged(parts)
+
+    # --- another capacity
+
+    def limit_segments(self, capacity_bytes: int) -> int:
+        """Assign no more segments than fit a capacity. Returns: how many must be given back first.
+
+        The caller sets capacity_bytes once that is done.
+        """
+        self.slab.segments_limit = self.arena.segments_within(capacity_bytes)
+        return len(self.slab.assigned()) - self.slab.segments_limit
+
+    def give_back(self, segment: int) -> bool:
+        """Take a segment without occupied slots from its class, and give its memory back.
+
+        Returns: True, or False where the system does not take it.
+        """
+        self._refuse_closed()
+        self.slab.unassign(segment)
+        self.arena.set_class(segment, 0)
+        reach("resize.give_back")
+        self._used[segment] = not (given := self.arena.release(segment))
+        return given
+
+    def fit_memory(self) -> bool:
+        """Give back what was touched ahead beyond the limit; touch no more than fits it.
+
+        Returns: True, or False where the system does not take some of it.
+        """
+        assigned, limit = self.slab.assigned(), self.slab.segments_limit
+        # Assigned segments anywhere, and all before `ahead`, are at most as many as the limit says;
+        # it stays so, because the lowest segment is always assigned first.
+        firsts = np.arange(self.arena.segments + 1)
+        beyond = len(assigned) - np.searchsorted(assigned, firsts)
+        ahead = int(firsts[firsts + beyond <= max(limit, len(assigned))][-1])
+        self._touch_ahead.limit(ahead)
+        loose = np.setdiff1d(np.arange(ahead, self.arena.segments), assigned).tolist()
+        given = all([self.arena.release(segment) for segment in loose])
+        self._touch_ahead.in_use(int(assigned[-1]) + 1 if len(assigned) else 0)
+        return given
 
     # --- sums
 
@@ -186,8 +234,7 @@ class HostTier:
     def check_integrity(self) -> None:
         """AssertionError if slab and arena disagree, or a free slot could be found as a block."""
         self.slab.check_integrity()
-        assert self.used_bytes <= self.allocated_bytes <= self.arena.file_bytes
-        assert self.arena.file_bytes <= self.capacity_bytes
+        assert self.used_bytes <= self.allocated_bytes <= self.capacity_bytes
         for segment, slot_bytes in enumerate(self.arena.classes().tolist()):
             assert slot_bytes == self.slab.class_of(segment), f"segment {segment}: class differs"
             if slot_bytes:

@@ -3,6 +3,7 @@
 LMDB makes its own calls; it is the one exception. Nothing here knows what the bytes mean.
 """
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -19,7 +20,11 @@ ALIGN = 4096  # What O_DIRECT asks of offsets, lengths and addresses, on every d
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
 IOV_MAX = 1024  # Buffers in one preadv or pwritev; Linux takes no more.
+KEEP_SIZE, PUNCH_HOLE = 1, 2  # Of fallocate, which Python's os has not with these.
 LINKS_OFF = os.O_NOFOLLOW | os.O_CLOEXEC
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 Buffer = bytes | bytearray | memoryview | mmap.mmap
 
@@ -206,6 +211,12 @@ class FileIo:
         """Bytes an ordinary user can still allocate on the filesystem of a path or a descriptor."""
         state = os.statvfs(place)
         return state.f_bavail * state.f_frsize
+
+    def punch(self, fd: int, offset: int, size: int) -> None:
+        """Give the blocks, or the memory, of a part of a file back; it reads as zeros then."""
+        if _libc.fallocate(fd, PUNCH_HOLE | KEEP_SIZE, offset, size):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
 
     # --- the rest
 

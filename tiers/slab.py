@@ -23,6 +23,9 @@ class Slab:
 
     Not thread-safe: its owner's lock guards it.
 
+    segments_limit: how many segments may belong to a class at once; it may be moved at any time,
+    also below what there is: then no more are assigned until enough were unassigned.
+
     first_slot_at: bytes at the start of every segment that hold no slot (a file header, or 0).
     A misused call (a slot released twice, a class that does not fit) raises ValueError and changes
     nothing.
@@ -31,7 +34,7 @@ class Slab:
     def __init__(self, segments_max: int, segment_bytes: int, first_slot_at: int) -> None:
         if segments_max < 0 or first_slot_at < 0 or segment_bytes < first_slot_at + SLOT_BYTES_MIN:
             raise ValueError(f"a segment of {segment_bytes} bytes cannot hold one slot")
-        self.segments_max = segments_max
+        self.segments_max = self.segments_limit = segments_max
         self.segment_bytes = segment_bytes
         self.first_slot_at = first_slot_at
         self.slots_per_segment_max = segment_bytes // SLOT_BYTES_MIN
@@ -39,6 +42,7 @@ class Slab:
         self._free = np.zeros(segments_max, np.int32)
         self._occupied = np.zeros(segments_max, np.int32)
         self._quarantined = np.zeros(segments_max, np.bool_)
+        self._retiring = np.zeros(segments_max, np.bool_)
         # Per assigned segment one byte a slot, True = free. Separate arrays, because their sizes
         # differ by class: the worst case for all segments would be far more than what is used.
         self._maps: list[SegmentMask | None] = [None] * segments_max
@@ -68,8 +72,13 @@ class Slab:
         return [int(size) for size in np.unique(self._slot_bytes) if size]
 
     def segments_of_class(self, slot_bytes: int) -> npt.NDArray[np.int64]:
-        """The segments of a class that are not quarantined, ascending: int64 [n]."""
-        return np.flatnonzero((self._slot_bytes == slot_bytes) & ~self._quarantined)
+        """The segments of a class, without quarantined and retiring ones, ascending: int64 [n]."""
+        out = self._quarantined | self._retiring
+        return np.flatnonzero((self._slot_bytes == slot_bytes) & ~out)
+
+    def assigned(self) -> npt.NDArray[np.int64]:
+        """The segments that belong to a class, ascending: int64 [n]."""
+        return np.flatnonzero(self._slot_bytes)
 
     def is_quarantined(self, segment: int) -> bool:
         """Whether a segment was abandoned."""
@@ -84,11 +93,11 @@ class Slab:
 
         among: bool [segments_max], the segments to choose from; None for all.
 
-        Returns: the segment, or None when none is left.
+        Returns: the segment, or None when none is left, or the limit is reached.
         """
         self._refuse_misfit(slot_bytes)
         left = self._unassigned(among)
-        if not len(left):
+        if not len(left) or len(self.assigned()) >= self.segments_limit:
             return None
         segment = int(left[0])
         self._give(segment, slot_bytes)
@@ -102,14 +111,34 @@ class Slab:
 
     def unassign(self, segment: int) -> None:
         """Take a segment without occupied slots from its class, as if never assigned."""
-        self._refuse_unmovable(segment)
+        self._refuse_unmovable(segment, retiring=self._retiring[segment])
+        self._retiring[segment] = False
         self._slot_bytes[segment] = self._free[segment] = 0
         self._maps[segment] = None
 
     def quarantine(self, segment: int) -> None:
         """Abandon a segment: no slot of it is handed out again; occupied ones may be released."""
         self._quarantined[self._known(segment)] = True
+        self._retiring[segment] = False
         self._free[segment] = 0
+
+    def retire(self, segment: int) -> None:
+        """Hand out no more slots of an assigned segment, until `unassign` or `keep`."""
+        self._refuse_unmovable(segment, empty=False)
+        self._retiring[segment] = True
+        self._free[segment] = 0
+
+    def is_retiring(self, segment: int) -> bool:
+        """Whether a segment was told to retire, and neither kept nor abandoned since."""
+        return bool(self._retiring[self._known(segment)])
+
+    def keep(self, segment: int) -> None:
+        """A segment that was to retire stays: its free slots can be had again."""
+        if not self.is_retiring(segment):
+            raise ValueError(f"segment {segment} was not about to retire")
+        self._retiring[segment] = False
+        self._free[segment] = np.count_nonzero(self._map(segment))
+        self._lower(segment)
 
     # --- slots
 
@@ -156,7 +185,7 @@ class Slab:
         for segment, indices in groups:
             self._map(segment)[indices] = True
             self._occupied[segment] -= len(indices)
-            if not self._quarantined[segment]:
+            if not self._quarantined[segment] and not self._retiring[segment]:
                 self._free[segment] += len(indices)
                 self._lower(segment)
 
@@ -240,17 +269,20 @@ class Slab:
 
     def check_integrity(self) -> None:
         """AssertionError if the sums, the maps and the classes do not agree. Reads everything."""
+        none = self._slot_bytes == 0
+        assert not (self._free[none].any() or self._occupied[none].any()), "slots in no class"
+        assert not self._retiring[none].any(), "a segment without a class is retiring"
         for segment, slot_map in enumerate(self._maps):
             size = int(self._slot_bytes[segment])
-            free, occupied = int(self._free[segment]), int(self._occupied[segment])
             assert (slot_map is None) == (size == 0), f"segment {segment}: map and class disagree"
             if slot_map is None:
-                assert free == occupied == 0, f"segment {segment}: slots in no class"
                 continue
+            free, occupied = int(self._free[segment]), int(self._occupied[segment])
             assert self.fits(size), f"segment {segment}: {size} bytes do not fit"
             assert len(slot_map) == self.slots_in_segment(size), f"segment {segment}: wrong length"
             assert occupied == np.count_nonzero(~slot_map), f"segment {segment}: occupied is wrong"
-            expected = 0 if self._quarantined[segment] else np.count_nonzero(slot_map)
+            out = self._quarantined[segment] or self._retiring[segment]
+            expected = 0 if out else np.count_nonzero(slot_map)
             assert free == expected, f"segment {segment}: free is wrong"
         for size in self.classes():
             roomy = np.flatnonzero((self._slot_bytes == size) & (self._free > 0))
@@ -274,12 +306,15 @@ class Slab:
                 f"{SLOT_BYTES_MIN}..{room}, or larger segments"
             )
 
-    def _refuse_unmovable(self, segment: int) -> None:
-        if not self.class_of(segment) or self._quarantined[segment]:
+    def _refuse_unmovable(
+        self, segment: int, *, retiring: bool = False, empty: bool = True
+    ) -> None:
+        out = self._quarantined[self._known(segment)] or self._retiring[segment] != retiring
+        if not self._slot_bytes[segment] or out:
             raise ValueError(
-                f"segment {segment} is unassigned or quarantined; it cannot change class"
+                f"segment {segment} is unassigned, quarantined or retiring; it stays what it is"
             )
-        if self._occupied[segment]:
+        if empty and self._occupied[segment]:
             raise ValueError(
                 f"segment {segment} holds occupied slots; evict and release them first"
             )

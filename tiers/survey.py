@@ -98,9 +98,9 @@ def refuse_no_room(
 ) -> None:
     """Raise ConfigError when the volumes may grow beyond what is free on their filesystems.
 
-    Not for volumes that were made with this capacity already: they go on with what room there is.
+    Not for volumes that had this capacity already, or more: they go on with what room there is.
     """
-    if all(one.header and one.header.capacity_bytes == share_bytes for one in found):
+    if all(one.header and one.header.capacity_bytes >= share_bytes for one in found):
         return
     for device in {one.device for one in found}:
         here = [at for at, one in enumerate(found) if one.device == device]

@@ -30,7 +30,9 @@ class TouchAhead:
         self._ahead = -(-AHEAD_BYTES // arena.segment_bytes)
         self._changed = threading.Condition()
         self._wanted = 0
+        self._most = arena.segments
         self._done = 0
+        self._touching = False
         self._closed = False
         self._thread: threading.Thread | None = None
         if threads:
@@ -40,14 +42,22 @@ class TouchAhead:
     def in_use(self, segments: int) -> None:
         """So many segments, from the first on, are in use now."""
         with self._changed:
-            self._wanted = min(segments + self._ahead, self._arena.segments)
-            self._changed.notify()
+            self._wanted = min(segments + self._ahead, self._most)
+            self._changed.notify_all()
+
+    def limit(self, segments: int) -> None:
+        """Only the first so many segments are touched from now on. Waits for one under way."""
+        with self._changed:
+            self._most = segments
+            self._wanted = min(self._wanted, segments)
+            self._done = min(self._done, segments)
+            self._changed.wait_for(lambda: not self._touching)
 
     def close(self) -> None:
         """Stop. A second call does nothing."""
         with self._changed:
             self._closed = True
-            self._changed.notify()
+            self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
 
@@ -57,6 +67,12 @@ class TouchAhead:
                 self._changed.wait_for(lambda: self._closed or self._done < self._wanted)
                 if self._closed:
                     return
-            if not self._arena.populate_segment(self._done):
+                segment = self._done
+                self._touching = True
+            touched = self._arena.populate_segment(segment)
+            with self._changed:
+                self._touching = False
+                self._done = min(segment + 1, self._most)
+                self._changed.notify_all()
+            if not touched:
                 return  # Memory ran out, or the arena is closing: the tier will find out.
-            self._done += 1

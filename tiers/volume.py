@@ -12,10 +12,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from kvstore.tiers.catalogue import BASE_BYTES, LOCK_BYTES
+from kvstore.tiers.catalogue import BASE_BYTES
 from kvstore.tiers.catalogue import map_bytes as catalogue_bytes
 from kvstore.tiers.catalogue_row import worst_row_bytes
-from kvstore.tiers.catalogue_tables import Identity, Namespace, SegmentState
+from kvstore.tiers.catalogue_tables import Identity, SegmentState
 from kvstore.tiers.catalogues import Catalogues, LmdbCatalogues, OwnedCatalogue
 from kvstore.tiers.clean_mark import take_mark, write_mark
 from kvstore.tiers.errors import ConfigError, StoreBusyError, StoreError
@@ -33,26 +33,13 @@ from kvstore.tiers.segment import (
     segment_name,
 )
 from kvstore.tiers.survey import CATALOGUE_DIRECTORY, CLEAN_FILE, Survey, catalogue_files
-
-PAGE = 4096
-FIXED_BYTES = 8 * PAGE + LOCK_BYTES  # Two directories, volume, clean and their .new, with room.
-SEGMENT_ROW_BYTES = 256  # Of the segments table, and of the directory's own blocks.
-EXTENTS_PER_BLOCK = 170  # Half of what a block of ext4's extent tree holds: it splits in halves.
-
-
-def segment_cost(segment_bytes: int, slot_bytes: int) -> int:
-    """Bytes a segment takes at most: its file, and the blocks that list its extents.
-
-    A slot written into reserved blocks may split an extent; ext4 counts such blocks to the file.
-    """
-    extents = (segment_bytes - HEADER_BYTES) // slot_bytes + 2
-    return segment_bytes + PAGE * (1 + -(-extents // EXTENTS_PER_BLOCK)) + SEGMENT_ROW_BYTES
-
-
-def namespace_cost(namespace: Namespace) -> int:
-    """Bytes one namespace takes in the catalogue at worst."""
-    size = len(namespace.pack()) + 32
-    return min(PAGE, 4 * size) if size < 2000 else PAGE * (1 + -(-size // PAGE))
+from kvstore.tiers.volume_cost import (
+    FIXED_BYTES,
+    PAGE,
+    SEGMENT_ROW_BYTES,
+    namespace_cost,
+    segment_cost,
+)
 
 
 class Volume:
@@ -91,6 +78,7 @@ class Volume:
         self.catalogue: OwnedCatalogue | None = None
         self.writable = True  # Until the catalogue's device fails.
         self._header_bytes = 0  # written so far
+        self.catalogue_bytes = 0  # of its file
         self._io = io
         self._directory = -1
         self._header_fd = -1
@@ -112,7 +100,7 @@ class Volume:
                 header = self._read_segment_header(segment)
                 if header is not None:
                     headers[segment] = header
-            self._write_own_header()
+            self.write_own_header(self.budget_bytes)
         except OSError as error:
             raise StoreError(
                 f"{self.path} cannot be opened: {error.strerror}; check that device"
@@ -158,24 +146,29 @@ class Volume:
             for file in (data, lock):
                 if self._io.exists(file):
                     self._io.unlink(file)
-        size = max(self._map_bytes({}), keep_bytes // PAGE * PAGE)
+        size = max(self.map_bytes({}), keep_bytes // PAGE * PAGE)
         catalogue = self.catalogues.own(
             data.parent, self._io, identity=self.identity, size_bytes=size
         )
         self.catalogue = catalogue
         if fresh:
             sync_directory(self._io, data.parent)
+        self.catalogue_bytes = size
         if catalogue.grow(size) is not None:
             raise StoreError(f"{self.path} has no room for its catalogue; free some space there")
         self.journal.open(catalogue)
         return catalogue
 
     def remove_segment(self, segment: int) -> None:
-        """Remove the file of a segment that holds no block, at start."""
+        """Remove the file of a segment that holds no block. Raises OSError, and it is as before."""
+        self._io.unlink(segment_name(segment), directory=self._directory)
         self.files.forget(segment)
         self.segments.discard(segment)
         self.classes.pop(segment, None)
-        self._io.unlink(segment_name(segment), directory=self._directory)
+
+    def sync_names(self) -> None:
+        """Which segments there are is on the device when this returns. Raises OSError."""
+        self._io.fsync(self._directory)
 
     def close(self) -> None:
         """Commit what is pending, mark the stop as clean if it is, and close all files."""
@@ -217,14 +210,14 @@ class Volume:
         if block_tokens <= known:
             return True
         self.row_tokens[slot_bytes] = block_tokens
-        if self._need({}) <= self.budget_bytes and self._grow_map({}):
+        if self.need_bytes({}) <= self.budget_bytes and self._grow_map({}):
             return True
         self.row_tokens[slot_bytes] = known
         return False
 
     def has_room(self, slot_bytes: int) -> bool:
         """Whether another segment of this class fits the budget."""
-        return self._need({-1: slot_bytes}) <= self.budget_bytes
+        return self.need_bytes({-1: slot_bytes}) <= self.budget_bytes
 
     def add_segment(self, segment: int, slot_bytes: int) -> bool:
         """Make a segment file, with all its blocks. Returns: whether it could be made."""
@@ -241,7 +234,7 @@ class Volume:
 
     def change_class(self, segment: int, slot_bytes: int) -> bool:
         """Give a segment without blocks to another class. Returns: whether its rows have room."""
-        if self._need({segment: slot_bytes}) > self.budget_bytes:
+        if self.need_bytes({segment: slot_bytes}) > self.budget_bytes:
             return False
         if not self._grow_map({segment: slot_bytes}):
             return False
@@ -282,15 +275,17 @@ class Volume:
         catalogue = self.catalogue
         return self._header_bytes + (catalogue.written_bytes if catalogue is not None else 0)
 
-    # --- inside
-
-    def _need(self, new: dict[int, int]) -> int:
+    def need_bytes(self, new: dict[int, int]) -> int:
+        """Bytes this may take at most, with `new` segments (or classes of some) beside it."""
         classes = {**self.classes, **new}
         size = self.identity.segment_bytes
         segments = sum(segment_cost(size, slot_bytes) for slot_bytes in classes.values())
-        return FIXED_BYTES + segments + self._map_bytes(new)
+        return FIXED_BYTES + segments + max(self.map_bytes(new), self.catalogue_bytes)
 
-    def _map_bytes(self, new: dict[int, int]) -> int:
+    # --- inside
+
+    def map_bytes(self, new: dict[int, int]) -> int:
+        """Bytes of a catalogue with room for all rows that the segments can have."""
         rows = 0
         for slot_bytes in {**self.classes, **new}.values():
             slots = (self.identity.segment_bytes - HEADER_BYTES) // slot_bytes
@@ -299,7 +294,9 @@ class Volume:
         return catalogue_bytes(rows, sum(map(namespace_cost, self.journal.namespaces.values())))
 
     def _grow_map(self, new: dict[int, int]) -> bool:
-        return self.catalogue is not None and self.catalogue.grow(self._map_bytes(new)) is None
+        size = max(self.map_bytes(new), self.catalogue_bytes)
+        self.catalogue_bytes = size
+        return self.catalogue is not None and self.catalogue.grow(size) is None
 
     def _make_segment(self, segment: int, slot_bytes: int) -> None:
         """Make a file with all its blocks and its header, durably. Raises OSError."""
@@ -328,16 +325,19 @@ class Volume:
         self.classes[segment] = slot_bytes
         self.journal.set_segment(segment, slot_bytes, SegmentState.USABLE)
 
-    def _write_own_header(self) -> None:
+    def write_own_header(self, share_bytes: int) -> None:
+        """Write who this is and its share of the capacity, under its lock. Raises OSError."""
         header = FileHeader(
             VOLUME_MAGIC,
             self.identity.store_id,
             self.identity.volume,
             self.identity.volumes,
             self.identity.segment_bytes,
-            capacity_bytes=self.budget_bytes,
+            capacity_bytes=share_bytes,
         )
-        old = self._io.open(VOLUME_FILE, create=True, write=True, directory=self._directory)
+        old = self._header_fd
+        if old < 0:
+            old = self._io.open(VOLUME_FILE, create=True, write=True, directory=self._directory)
         if not self._io.lock(old):
             self._io.close(old)
             raise StoreBusyError(f"{self.path} is in use by another store; stop that one first")
@@ -379,14 +379,3 @@ class Volume:
         self._header_bytes += HEADER_BYTES
         self._io.pwrite(fd, buffer, 0)
         self._io.fdatasync(fd)
-
-
-def refuse_too_small(budget_bytes: int, segment_bytes: int) -> None:
-    """Raise ConfigError for a share of the capacity that holds no segment with its rows."""
-    rows = (segment_bytes - HEADER_BYTES) // 8192 * worst_row_bytes(16) + SEGMENT_ROW_BYTES
-    least = FIXED_BYTES + segment_cost(segment_bytes, 8192) + catalogue_bytes(rows, PAGE)
-    if budget_bytes < least:
-        raise ConfigError(
-            f"each disk path needs at least {least} bytes for one segment of {segment_bytes}; "
-            "raise disk_capacity or lower the segment size"
-        )

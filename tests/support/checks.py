@@ -1,5 +1,6 @@
 """What must be true of a store whenever nothing is under way."""
 
+from contextlib import suppress
 from pathlib import Path
 
 from kvstore.store import Store
@@ -24,6 +25,9 @@ def assert_at_rest(store: Store) -> None:
 
 
 def disk_usage(path: Path) -> int:
-    """Bytes a directory takes, as du counts them."""
-    total = path.lstat().st_blocks * 512
-    return total + sum(found.lstat().st_blocks * 512 for found in path.rglob("*"))
+    """Bytes a directory takes, as du counts them; files may come and go meanwhile."""
+    total = 0
+    for found in (path, *path.rglob("*")):
+        with suppress(FileNotFoundError):
+            total += found.lstat().st_blocks * 512
+    return total

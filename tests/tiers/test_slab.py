@@ -27,7 +27,8 @@ class SlabAgainstModel(RuleBasedStateMachine):
         self.classes: dict[int, int] = {}
         self.occupied: dict[int, set[int]] = {}
         self.out: set[int] = set()
-        self.segments = segments
+        self.retiring: set[int] = set()
+        self.segments = self.limit = segments
 
     def slots(self, slot_bytes: int) -> int:
         return (SEGMENT - self.first) // slot_bytes
@@ -36,7 +37,7 @@ class SlabAgainstModel(RuleBasedStateMachine):
         return sum(
             self.slots(slot_bytes) - len(self.occupied[segment])
             for segment, owner in self.classes.items()
-            if owner == slot_bytes and segment not in self.out
+            if owner == slot_bytes and segment not in self.out | self.retiring
         )
 
     def held(self) -> list[int]:
@@ -47,9 +48,32 @@ class SlabAgainstModel(RuleBasedStateMachine):
     def assign(self, slot_bytes: int) -> None:
         left = [s for s in range(self.segments) if s not in self.classes and s not in self.out]
         assert self.slab.unassigned() == len(left)
-        assert self.slab.assign(slot_bytes) == (left[0] if left else None)
-        if left:
+        may = left and len(self.classes) < self.limit
+        assert self.slab.assign(slot_bytes) == (left[0] if may else None)
+        if may:
             self.classes[left[0]], self.occupied[left[0]] = slot_bytes, set()
+
+    @rule(limit=st.integers(0, 6))
+    def move_limit(self, limit: int) -> None:
+        self.limit = self.slab.segments_limit = min(limit, self.segments)
+
+    @rule(segment=st.integers(0, 5))
+    def retire(self, segment: int) -> None:
+        if segment in self.classes and segment not in self.out | self.retiring:
+            self.slab.retire(segment)
+            self.retiring.add(segment)
+        else:
+            with pytest.raises(ValueError):
+                self.slab.retire(segment)
+
+    @rule(segment=st.integers(0, 5))
+    def keep(self, segment: int) -> None:
+        if segment in self.retiring:
+            self.slab.keep(segment)
+            self.retiring.discard(segment)
+        else:
+            with pytest.raises(ValueError):
+                self.slab.keep(segment)
 
     @rule(slot_bytes=CLASS, count=st.integers(0, 40))
     def reserve(self, slot_bytes: int, count: int) -> None:
@@ -58,7 +82,8 @@ class SlabAgainstModel(RuleBasedStateMachine):
         assert len(got) == min(count, free)
         for slot in got.tolist():
             segment, index = divmod(slot, self.slab.slots_per_segment_max)
-            assert self.classes[segment] == slot_bytes and segment not in self.out
+            assert self.classes[segment] == slot_bytes
+            assert segment not in self.out | self.retiring
             assert index < self.slots(slot_bytes) and index not in self.occupied[segment]
             self.occupied[segment].add(index)
             assert self.slab.segment_of(slot) == segment
@@ -84,7 +109,7 @@ class SlabAgainstModel(RuleBasedStateMachine):
 
     @rule(segment=st.integers(0, 5), slot_bytes=CLASS)
     def reassign(self, segment: int, slot_bytes: int) -> None:
-        movable = segment in self.classes and segment not in self.out
+        movable = segment in self.classes and segment not in self.out | self.retiring
         if movable and not self.occupied[segment]:
             self.slab.reassign(segment, slot_bytes)
             self.classes[segment] = slot_bytes
@@ -98,20 +123,22 @@ class SlabAgainstModel(RuleBasedStateMachine):
         if movable and not self.occupied[segment]:
             self.slab.unassign(segment)
             del self.classes[segment], self.occupied[segment]
+            self.retiring.discard(segment)
 
     @rule(segment=st.integers(0, 5))
     def quarantine(self, segment: int) -> None:
         if segment < self.segments:
             self.slab.quarantine(segment)
             self.out.add(segment)
+            self.retiring.discard(segment)
 
     @rule()
     def restart(self) -> None:
-        """A slab restored from what the old one held is the same slab, quarantine aside."""
+        """A slab restored from what the old one held is the same slab, but for what was out."""
         fresh = Slab(self.segments, SEGMENT, self.first)
         for segment, slot_bytes in self.classes.items():
             fresh.restore(segment, slot_bytes, self.slab.slots_of(segment))
-        self.slab, self.out = fresh, set()
+        self.slab, self.out, self.retiring, self.limit = fresh, set(), set(), self.segments
 
     @invariant()
     def agrees(self) -> None:
@@ -124,13 +151,15 @@ class SlabAgainstModel(RuleBasedStateMachine):
             assert self.slab.class_of(segment) == self.classes.get(segment, 0)
             assert self.slab.slots_of(segment).tolist() == [segment * per + i for i in taken]
             assert self.slab.is_quarantined(segment) == (segment in self.out)
+            assert self.slab.is_retiring(segment) == (segment in self.retiring)
+        assert self.slab.assigned().tolist() == sorted(self.classes)
         for size in CLASSES:
             owners = [s for s, owner in self.classes.items() if owner == size]
             held = sum(len(self.occupied[s]) for s in owners)
             assert self.slab.free(size) == self.free_of(size)
             assert self.slab.occupied(size) == held
             assert self.slab.capacity(size) == held + self.free_of(size)
-            live = sorted(s for s in owners if s not in self.out)
+            live = sorted(s for s in owners if s not in self.out | self.retiring)
             assert self.slab.segments_of_class(size).tolist() == live
         used = sum(self.classes[s] * len(taken) for s, taken in self.occupied.items())
         assert self.slab.used_bytes() == used
