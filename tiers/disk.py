@@ -85,7 +85,6 @@ class DiskTier:
             catalogues=catalogues,
         )
         self.capacity_bytes = capacity_bytes
-        self.segment_bytes = segment_bytes
         self.direct = self._opened.direct
         self.slab = self._opened.slab
         self.per = self.slab.slots_per_segment_max
