@@ -1,7 +1,7 @@
 """How fast this device moves blocks, by direction, size of piece and method: measured, then kept.
 
 Measured on completion, from the call to the event, with the compute stream idle and busy; a file
-in the cache for every device and driver keeps it. The choice of method and the first costs of a plan
+in the cache for every device and driver keeps it. The choice of method and a plan's first costs
 come from it. On a machine where nothing was measured the sizes alone decide.
 """
 
