@@ -66,10 +66,14 @@ class Engine:
         """One page's piece of a run."""
         return bytes(np.ascontiguousarray(self.arrays[run][page]).tobytes())
 
+    def payload(self, key: bytes) -> Page:
+        """What this engine computes for the block with this key."""
+        return payload_of(self.layout, key)
+
     def compute(self, sequence: Sequence, table: npt.NDArray[np.int64]) -> None:
         """What a prefill does: every full block's pages get the block's bytes."""
         for block in range(sequence.blocks):
-            payload = payload_of(self.layout, sequence.keys[block].tobytes())
+            payload = self.payload(sequence.keys[block].tobytes())
             for run, page, piece in self._pieces(table, block):
                 self.write(page, run, payload[piece])
 
@@ -77,7 +81,7 @@ class Engine:
         """Blocks among the first `tokens` tokens whose pages do not hold exactly their bytes."""
         bad = []
         for block in range(tokens // self.layout.block_tokens):
-            payload = payload_of(self.layout, sequence.keys[block].tobytes())
+            payload = self.payload(sequence.keys[block].tobytes())
             pieces = self._pieces(table, block)
             if any(self.read(p, run) != payload[at].tobytes() for run, p, at in pieces):
                 bad.append(block)
