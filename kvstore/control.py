@@ -73,11 +73,16 @@ def _invalidate(store: "Store", arguments: Arguments) -> dict[str, Any]:
     return {**asdict(done), "labels": [] if done.blocks else store.labels()[:LABELS_MAX]}
 
 
+def _resize(store: "Store", arguments: Arguments) -> dict[str, Any]:
+    return store.resize(**checked(arguments, {"host_bytes": int, "disk_bytes": int})).document()
+
+
 # Closed: what is not here cannot be asked for. A command takes its arguments by `checked`, raises
 # KvstoreError for wrong ones, and answers what json can say.
 COMMANDS: dict[str, Command] = {
     "drop_bad_blocks": _drop_bad_blocks,
     "invalidate": _invalidate,
+    "resize": _resize,
 }
 
 

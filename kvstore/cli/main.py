@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import typer
 
 import kvstore
-from kvstore.cli import bench, chat, demo, generate, invalidate, ls, model, stats, verify
+from kvstore.cli import bench, chat, demo, generate, invalidate, ls, model, resize, stats, verify
 from kvstore.tiers.errors import KvstoreError
 
 EXIT_USAGE = 2
@@ -32,6 +32,7 @@ app.command("stats")(stats.stats)
 app.command("ls")(ls.ls)
 app.command("verify")(verify.verify)
 app.command("invalidate")(invalidate.invalidate)
+app.command("resize")(resize.resize)
 app.command("bench")(bench.bench)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
