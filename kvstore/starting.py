@@ -36,9 +36,20 @@ class Starter:
         return self._numbers
 
     def space_number(self, digest: bytes, layout: Layout, slot_bytes: int) -> int:
-        """The index's number of a namespace. Under the placement's lock."""
-        if digest not in self._numbers:
-            self._numbers[digest] = self._placement.index.add_space(layout.block_tokens, slot_bytes)
+        """The index's number of a namespace. Under the placement's lock.
+
+        What is there under its digest with blocks of another size is none of its own, whatever an
+        archive said that was imported: it is dropped.
+        """
+        placement, number = self._placement, self._numbers.get(digest)
+        if number is not None:
+            columns = placement.index.rows
+            sizes = (columns.space_block_tokens[number], columns.space_slot_bytes[number])
+            if sizes == (layout.block_tokens, slot_bytes):
+                return number
+            for tier in placement.index.tiers:
+                placement.left(tier, placement.index.drop_space(number, tier))
+        self._numbers[digest] = placement.index.add_space(layout.block_tokens, slot_bytes)
         return self._numbers[digest]
 
     def start(self) -> None:

@@ -1,7 +1,7 @@
 """The `kvstore` command: one file for each group of commands, and here what they have in common.
 
-Exit codes: 0 done; 1 `verify` found bad blocks, or `invalidate` could not make it durable; 2 wrong
-usage or input, and a sentence on stderr.
+Exit codes: 0 done; 1 `verify`, `export` or `import` found bad blocks, or `invalidate` could not make
+it durable; 2 wrong usage or input, and a sentence on stderr.
 
 A module of commands is imported for every command, `--help` included. So none imports the runtime
 or torch at its top: a command that needs them imports them when it runs.
@@ -13,7 +13,20 @@ from collections.abc import Sequence
 import typer
 
 import kvstore
-from kvstore.cli import bench, chat, demo, generate, invalidate, ls, model, resize, stats, verify
+from kvstore.cli import (
+    bench,
+    chat,
+    demo,
+    export,
+    generate,
+    import_,
+    invalidate,
+    ls,
+    model,
+    resize,
+    stats,
+    verify,
+)
 from kvstore.tiers.errors import KvstoreError
 
 EXIT_USAGE = 2
@@ -31,6 +44,8 @@ app = typer.Typer(
 app.command("stats")(stats.stats)
 app.command("ls")(ls.ls)
 app.command("verify")(verify.verify)
+app.command("export")(export.export)
+app.command("import")(import_.import_)
 app.command("invalidate")(invalidate.invalidate)
 app.command("resize")(resize.resize)
 app.command("bench")(bench.bench)
