@@ -22,6 +22,8 @@ from kvstore.tiers.io import FileIo
 MAGIC = b"KVCOUNT1"
 VERSION = 1
 FILE_BYTES = 4096
+VALUE_MAX = 1 << 62  # No counter gets there; a damaged one starts anew.
+BOOT_MAX = 1 << 31
 EPOCH_S = 1_577_836_800  # 2020-01-01: seconds since then fit 30 bits until 2054
 HEADER = struct.Struct("<8sII48x")
 
@@ -96,7 +98,9 @@ class Counters:
         if mapping is None or not _ours(mapping):
             raise StoreError(f"{path} is not a counters file of this version; move it away")
         HEADER.pack_into(mapping, 0, MAGIC, VERSION, len(NAMES))
-        return cls(mapping)
+        counters = cls(mapping)
+        counters._values[counters._values >= VALUE_MAX] = 0
+        return counters
 
     @classmethod
     def read(cls, path: Path, io: FileIo) -> dict[str, int]:
@@ -133,7 +137,8 @@ class Counters:
         """A number larger than every earlier owner's, even where this file was lost: 30 bits.
 
         now_s: seconds since 1970."""
-        boot = max(self.get("boot") + 1, int(now_s) - EPOCH_S)
+        known = self.get("boot")
+        boot = max(known + 1 if known < BOOT_MAX else 0, int(now_s) - EPOCH_S)
         self.set("boot", boot)
         return boot
 

@@ -303,7 +303,8 @@ class Catalogue:
         """The namespaces by their number; damaged ones are left out."""
         with self._begin() as txn:
             pairs = list(txn.cursor(db=self._namespaces))
-        return parse_namespaces({NUMBER.unpack(key)[0]: value for key, value in pairs})
+        sound = [pair for pair in pairs if len(pair[0]) == NUMBER.size]
+        return parse_namespaces({NUMBER.unpack(key)[0]: value for key, value in sound})
 
     def identity(self) -> Identity | None:
         """Which volume this is; None when it is damaged."""

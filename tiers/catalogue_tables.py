@@ -64,8 +64,12 @@ class Namespace:
 
 
 def parse_namespaces(table: Mapping[int, bytes]) -> dict[int, Namespace]:
-    """Rows of a namespaces table; damaged ones are left out."""
-    parsed = {number: Namespace.parse(value) for number, value in table.items()}
+    """Rows of a namespaces table; damaged ones, and numbers that none is given, are left out."""
+    parsed = {
+        number: Namespace.parse(value)
+        for number, value in table.items()
+        if 1 <= number <= NAMESPACES_MAX
+    }
     return {number: namespace for number, namespace in parsed.items() if namespace is not None}
 
 

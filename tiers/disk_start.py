@@ -68,6 +68,8 @@ class Namespaces:
             if len(self.by_number) >= limit:
                 return None
             number = max(self.by_number, default=0) + 1
+            if number > limit:  # A damaged table has holes.
+                number = min(set(range(1, limit + 1)) - self.by_number.keys())
         elif not namespace.layout or self.by_number[number] == namespace:
             return number
         self.by_number[number] = namespace

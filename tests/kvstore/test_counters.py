@@ -91,3 +91,15 @@ def test_summary_has_the_shape_that_scripts_read() -> None:
         "used_bytes": 7,
         "blocks": 7,
     }
+
+
+def test_a_damaged_counter_starts_anew(tmp_path: Path) -> None:
+    counters = Counters.open(tmp_path / "counters", FileIo())
+    counters.set("lookups", 2**64 - 1)
+    counters.set("loads", 7)
+    counters.set("boot", 2**40)
+    counters.close()
+    counters = Counters.open(tmp_path / "counters", FileIo())
+    assert (counters.get("lookups"), counters.get("loads")) == (0, 7)
+    assert counters.next_boot(time.time()) < 2**31
+    counters.close()

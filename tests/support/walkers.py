@@ -1,12 +1,14 @@
-"""The walk of a catalogue in a child process, but one child for many catalogues.
+"""The walk of a catalogue in a child process, without an interpreter's start for each.
 
-A child that dies, or does not answer, is blamed on the catalogue it was at: that one is unsound, as
-it would be with a child of its own. The next catalogue gets a new child.
+One child forks for each catalogue. A fork that dies, or does not answer, is blamed on its
+catalogue: that one is unsound, as it would be with a child of its own.
 """
 
 import contextlib
+import os
 import resource
 import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +19,8 @@ from kvstore.tiers.walk import Walk
 from support.shim import TESTS
 
 ANSWER_S = 30.0
-END = b"end"
+WALK_S = 20
+END, DIED = b"end", b"died"
 
 
 class Walkers(LmdbCatalogues):
@@ -42,6 +45,8 @@ class Walkers(LmdbCatalogues):
                 self.close()
                 return Walk(False, {})
             lines.append(line)
+        if lines[-1].split()[1] == DIED:
+            self.deaths.append(directory)
         return walk.walk_of(lines[:-1], sound=lines[-1].split()[1] == b"True")
 
     def _started(self) -> subprocess.Popen[bytes]:
@@ -67,11 +72,17 @@ class Walkers(LmdbCatalogues):
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in sys.stdin:
-        sound = False
-        with contextlib.suppress(Exception, SystemExit):
-            walk.walk_all(line.strip())
-            sound = True
-        print(END.decode(), sound, flush=True)
+        forked = os.fork()
+        if not forked:
+            signal.alarm(WALK_S)  # It may go round in a circle.
+            with contextlib.suppress(Exception, SystemExit):
+                walk.walk_all(line.strip())
+                sys.stdout.flush()
+                os._exit(0)
+            os._exit(1)
+        status = os.waitpid(forked, 0)[1]
+        said = DIED.decode() if os.WIFSIGNALED(status) else status == 0
+        print(END.decode(), said, flush=True)
 
 
 if __name__ == "__main__":

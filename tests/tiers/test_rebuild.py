@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from kvstore.tiers.catalogue_row import slots_of_rows
+from kvstore.tiers.catalogue_tables import NAMESPACES_MAX, Namespace, parse_namespaces
 from kvstore.tiers.disk_outcomes import Written
+from kvstore.tiers.disk_start import Namespaces
 from kvstore.tiers.errors import StoreError
 from kvstore.tiers.failpoints import armed
 from kvstore.tiers.io import FileIo
@@ -291,3 +293,12 @@ def test_a_rebuild_that_is_cut_short_is_made_again_and_forgets_nothing(tmp_path:
 
 def _stop() -> None:
     raise Stop
+
+
+def test_a_damaged_table_of_namespaces_gives_no_number_that_rows_cannot_have() -> None:
+    sound = Namespace(NAMESPACE, b"", "a").pack()
+    table = {0: sound, 7: sound, NAMESPACES_MAX: sound, NAMESPACES_MAX + 1: sound, 2**33: sound}
+    assert parse_namespaces(table).keys() == {7, NAMESPACES_MAX}
+    names = Namespaces()
+    assert names.merge({NAMESPACES_MAX: Namespace(NAMESPACE, b"", "a")})
+    assert names.number(Namespace(bytes(32), b"", "b"), NAMESPACES_MAX) == 1
