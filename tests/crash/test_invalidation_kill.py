@@ -29,7 +29,7 @@ from support.weights import (
     prompt_of,
 )
 
-KILLS = 12
+KILLS = 10
 LONG_KILLS = 600
 TESTS = Path(__file__).resolve().parents[1]
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore.config import load_config
 from kvstore.invalidation import Scope
 from kvstore.loading import LoadResult
 from kvstore.saving import SaveResult
@@ -82,8 +83,13 @@ def scopes(engine: Engine) -> dict[str, Scope]:
     }
 
 
-@pytest.mark.parametrize("name", ["namespace", "digits", "model", "tenant", "both", "prefix"])
-@pytest.mark.parametrize("where", ["host", "disk"])
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        *(("namespace", "host"), ("digits", "disk"), ("model", "host"), ("tenant", "disk")),
+        *(("both", "host"), ("prefix", "host"), ("prefix", "disk")),
+    ],
+)
 def test_every_tier_forgets_and_nobody_else_does(home: Path, name: str, where: str) -> None:
     with open_store(home, **SIZES) as store:
         engine = engine_of(store)
@@ -313,6 +319,23 @@ def test_a_group_being_written_publishes_nothing(home: Path, where: str) -> None
         assert_at_rest(store)
     with open_store(home, **SIZES) as store:
         assert found(store) == 2 * BLOCK
+
+
+def test_a_store_without_threads_waits_for_nobody(home: Path) -> None:
+    """There a load that was asked for holds its blocks until somebody calls the next step."""
+    with Store(load_config(home, **SIZES), threads=False) as store:
+        engine = engine_of(store)
+        sequence = engine.space.sequence(TOKENS)
+        table = engine.table(BLOCKS)
+        engine.compute(sequence, table)
+        sequence.save(engine.pool, table)
+        store.flush()
+        with engine.space.sequence(TOKENS).lookup() as ticket:
+            load = ticket.load(engine.pool, table)
+        assert store.invalidate(Scope(prefix=sequence.keys[1].tobytes().hex())).durable
+        assert store._loader.step()
+        assert (load.result().tokens, load.result().reason) == (BLOCK, MissReason.INVALIDATED)
+        assert_at_rest(store)
 
 
 # --- healing
