@@ -74,6 +74,7 @@ def bulk_load(index: Index, tier: TierName, blocks: StoredBlocks) -> Ints:
     index.rows.link_many(rows[fresh], parents[fresh])
     usable[usable] = index.rows.slots[index.number(tier)][rows[usable]] < 0
     rows[~usable] = NONE
+    index.pinned.attach_found(index.table.probe)
     index.adopt(tier, rows[usable], blocks.slots[usable])
     return rows
 

@@ -47,6 +47,7 @@ class Config:
     hash: how block keys are made; sha256 where a store is shared with those one does not trust.
     lease_s: how long a lookup keeps its blocks for a load that may follow.
     clean_fraction: share of host memory that write-back keeps clean or free.
+    pin_fraction: share of each tier that pins may keep from eviction.
     dirty_age_s: a block older than this is written to disk even without pressure.
     save_queue_blocks: blocks that may wait to be copied into host memory; more are dropped.
     load_queue: loads that may wait or run at once; more are refused.
@@ -63,6 +64,7 @@ class Config:
     hash: HashName = "xxh3-128"
     lease_s: float = 30.0
     clean_fraction: float = 0.1
+    pin_fraction: float = 0.25
     dirty_age_s: float = 5.0
     save_queue_blocks: int = 65_536
     load_queue: int = 1_024
@@ -72,6 +74,7 @@ class Config:
             "io_threads": (1, 64),
             "lease_s": (0.001, 3600),
             "clean_fraction": (0.0, 0.9),
+            "pin_fraction": (0.0, 1.0),
             "dirty_age_s": (0.0, 86_400),
             "save_queue_blocks": (1, 1 << 24),
             "load_queue": (1, 1 << 16),
@@ -119,6 +122,7 @@ TOML_OPTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "hash": ("hash", "str"),
         "lease_s": ("lease_s", "float"),
         "clean_fraction": ("clean_fraction", "float"),
+        "pin_fraction": ("pin_fraction", "float"),
         "dirty_age_s": ("dirty_age_s", "float"),
         "save_queue_blocks": ("save_queue_blocks", "int"),
         "load_queue": ("load_queue", "int"),

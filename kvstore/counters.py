@@ -4,7 +4,8 @@ They survive a kill and can be read beside the owner.
 
 File format (little-endian): magic "KVCOUNT1", uint32 version, uint32 number of counters, 48 bytes
 of zeros, then one uint64 for each name in NAMES, up to 4096 bytes. Names are only ever appended.
-Gauges (`*_bytes`, `*_blocks` of a tier) are the owner's last word; they mean nothing after it died.
+Gauges (`*_bytes`, `*_blocks` of a tier or of pins) are the owner's last word; they mean nothing
+after it died.
 """
 
 import mmap
@@ -58,6 +59,9 @@ NAMES: tuple[str, ...] = (
     "save_drops.invalidated",
     "invalidations",
     "invalidated_blocks",
+    "pinned_blocks",
+    "pinned_bytes",
+    "pin_refusals",
 )
 _AT = {name: at for at, name in enumerate(NAMES)}
 if HEADER.size + 8 * len(NAMES) > FILE_BYTES:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.index import Index
-from kvstore.rows import Ints, Rows
+from kvstore.rows import KEPT, Ints, Rows
 from kvstore.tiers.base import TierName
 from kvstore.tiers.slab import Slab
 
@@ -62,7 +62,7 @@ class Evictor:
         """Up to `count` rows that may leave the tier now, in this order: coldest leaves first.
 
         slot_bytes: only blocks with slots of this size. clean_only: only blocks that the other tier
-        has too. exclude: rows not to be chosen. Leased and held rows never are. A row whose
+        has too. exclude: rows not to be chosen. Leased, held and pinned rows never are. A row whose
         children in the tier come before it in the answer counts as a leaf. Fewer rows, or none,
         mean that there are no more. Rows that are not taken out are offered again.
         """
@@ -93,7 +93,7 @@ class Evictor:
             leaves = leaves[rows.slots[1 - self._tier][leaves] >= 0]
         if slot_bytes is not None and (rows.space_slot_bytes != slot_bytes).any():
             leaves = leaves[rows.space_slot_bytes[rows.space[leaves]] == slot_bytes]
-        leaves = leaves[~rows.in_use(leaves.astype(np.int32))]
+        leaves = leaves[~self._bound(leaves.astype(np.int32))]
         ages = rows.age[leaves]
         most = max(least, min(max(SELECTED_MIN, high // SELECTED_SHARE), SELECTED_MAX))
         queue.complete = len(leaves) <= most
@@ -120,7 +120,7 @@ class Evictor:
         slot_bytes: 0 for a segment of any size. among: bool [segments], those to choose from.
 
         A segment may go if every slot taken in it belongs to a row, and none of these rows and
-        their descendants in the tier is leased or held (clean_only: or not in the other tier).
+        their descendants in the tier is leased, held or pinned (clean_only: or not in the other).
         Scans all rows: tens to hundreds of milliseconds at 1,000,000, for the thousands it frees;
         not again while nothing has changed.
         """
@@ -144,7 +144,7 @@ class Evictor:
         slots = rows.slots[self._tier][: rows.high]
         here = np.flatnonzero(slots >= 0).astype(np.int32)
         segment = slots[here] // slab.slots_per_segment_max
-        bound = rows.in_use(here)
+        bound = self._bound(here)
         if clean_only:
             bound |= rows.slots[1 - self._tier][here] < 0
         barred = np.bincount(segment[bound], minlength=slab.segments_max) > 0
@@ -159,6 +159,12 @@ class Evictor:
             if not barred[candidate] and len(slab.slots_of(candidate)) == count[candidate]:
                 return candidate
         return None
+
+    def _bound(self, these: Ints) -> Mask:
+        """Which rows may not leave the tier, whatever their age: used or pinned."""
+        rows = self._index.rows
+        bound: Mask = rows.in_use(these) | ((rows.pinned[these] & KEPT[self._tier]) != 0)
+        return bound
 
     def _with_ancestors(self, level: Ints) -> Mask:
         """These rows and all their ancestors: bool [rows]."""
@@ -180,6 +186,7 @@ class _Search:
         self._parent = rows.parent.data
         self._age = rows.age.data
         self._leases, self._holds = rows.leases.data, rows.holds.data
+        self._pinned, self._kept = rows.pinned.data, KEPT[tier]
         self._exclude = exclude
         self._remaining: dict[int, int] = {}  # children a parent would have left
         self._taken: set[int] = set()
@@ -204,7 +211,7 @@ class _Search:
         self._passed.clear()
 
     def _may_go(self, queue: Queue, row: int, age: int) -> bool:
-        if self._leases[row] or self._holds[row]:
+        if self._leases[row] or self._holds[row] or self._pinned[row] & self._kept:
             return False
         if self._remaining.get(row, self._children[row]) != 0:
             return False

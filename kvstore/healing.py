@@ -1,7 +1,8 @@
 """A stored block that an engine found bad by a check of its own: it goes, and is written again."""
 
 from kvstore.leaving import Gone, drop_below
-from kvstore.placement import Placement, media_of
+from kvstore.media import media_of
+from kvstore.placement import Placement
 from kvstore.sequence import Sequence
 from kvstore.tiers.base import MissReason, TierName
 from kvstore.tiers.errors import TokenError

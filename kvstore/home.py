@@ -28,11 +28,12 @@ LOCK_FILE = "lock"
 COUNTERS_FILE = "counters"
 CONTROL_SOCKET = "control"
 INVALIDATED_FILE = "invalidated"
+PINS_FILE = "pins"
 STORE_FILE_MAX_BYTES = 65_536
 STORE_ID_BYTES = 16
 OWN_NAMES = {
     *(STORE_FILE, LOCK_FILE, COUNTERS_FILE, CONTROL_SOCKET, INVALIDATED_FILE),
-    *("scrub", "disk0", "lost+found"),
+    *(PINS_FILE, "scrub", "disk0", "lost+found"),
 }
 LOCK_TRIES = 5
 LOCK_PAUSE_S = 0.02

@@ -29,6 +29,7 @@ from kvstore.closure import (
 )
 from kvstore.media import same_media
 from kvstore.outcomes import Found, Left, Published
+from kvstore.pinned_keys import PinnedKeys
 from kvstore.rows import HIDDEN, MEDIA, NONE, ROWS_MAX, Ints, Longs, Rows, span
 from kvstore.tiers.base import MissReason, SaveDrop, TierName
 from kvstore.tiers.errors import TokenError
@@ -67,6 +68,7 @@ class Index:
         self.tombstones = Tombstones()
         self.clock = FIRST_AGE
         self.uses = Uses(self.rows)
+        self.pinned = PinnedKeys(self.rows)
         self.in_both = 0  # rows with a slot in each of two tiers
         self.changes = 0  # goes up whenever a row may have become, or ceased to be, a victim
         self._number = {tier: number for number, tier in enumerate(self.tiers)}
@@ -239,6 +241,7 @@ class Index:
         columns.store_tokens(rows, tokens)
         columns.link_chain(rows, parent)
         self.table.insert(rows)
+        self.pinned.attach(rows, keys)
         self.touch(rows)
 
     def place(self, tier: TierName, rows: Ints, slots: Longs) -> Mask:
@@ -273,6 +276,7 @@ class Index:
     def _count(self, number: int, rows: Ints, sign: int) -> None:
         self._blocks[number] += sign * len(rows)
         self.in_both += sign * int((self.rows.slots[1 - number][rows] >= 0).sum())
+        self.pinned.moved(number, rows)
         self.changes += 1
 
     # -- leaving a tier ------------------------------------------------------------------------
@@ -339,6 +343,7 @@ class Index:
             return
         self.tombstones.add(self.rows.key1[rows], reason)
         self.table.remove(rows)
+        self.pinned.detach(rows)
         self.rows.unlink(rows)
         self.rows.flags[rows[used]] |= HIDDEN
         self.rows.free(rows[~used])

@@ -131,7 +131,7 @@ class Invalidator:
         with self._lock:
             with self._placement.lock:
                 target = self._target(scope)
-                gone = self._drop(target)
+                gone = self._drop(scope, target)
                 self._held += gone.held
                 floor = self._floor(scope)
             reach("invalidate.dropped")
@@ -185,11 +185,15 @@ class Invalidator:
         row = int(self._placement.index.table.probe(key)[0])
         return row if row >= 0 else None
 
-    def _drop(self, target: _Target) -> Gone:
+    def _drop(self, scope: Scope, target: _Target) -> Gone:
         placement, gone = self._placement, Gone()
         numbers = [space.number for space in target.spaces if space.number is not None]
         for number in numbers:
             placement.epochs[number] += 1
+        if scope.prefix is not None:
+            placement.pins.drop_over(bytes.fromhex(scope.prefix))
+        else:
+            placement.pins.drop_namespaces({space.digest for space in target.spaces})
         if target.row is not None:
             gone.add(drop_below(placement, target.row))
         for number in numbers if target.whole else ():

@@ -21,6 +21,7 @@ from kvstore.pool import PagePool
 from kvstore.reads import Reads
 from kvstore.ticket import Ticket
 from kvstore.tiers.base import MissReason, TierName
+from kvstore.tiers.errors import TokenError
 
 LOG = logging.getLogger(__name__)
 LOADER_THREADS = 4
@@ -310,3 +311,17 @@ class Loader:
             first = load.skip + load.limit
             placement.count_misses(load.ticket.sequence, first, load.skip + load.asked, load.reason)
         load.end(result)
+
+
+def refuse_parts(skip: int, stop: int, block_tokens: int, page_tokens: int) -> None:
+    """Raise TokenError where a load would begin inside a page or end inside a block."""
+    if skip < 0 or (skip < stop and skip % page_tokens):
+        raise TokenError(
+            f"skip_tokens={skip} is not a whole number of pages of {page_tokens} tokens; "
+            "give what the engine holds in full pages"
+        )
+    if stop < 0 or stop % block_tokens:
+        raise TokenError(
+            f"stop_tokens={stop} is not a whole number of blocks of {block_tokens} tokens; "
+            "round it down"
+        )

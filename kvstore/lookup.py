@@ -25,6 +25,7 @@ def find_prefix(
         media=sequence.media or None,
     )
     placement.index.touch(found.rows)
+    placement.pins.hit(sequence, found.rows, usable)
     return found.rows, found.blocks[TierName.HOST], found.reason or MissReason.ABSENT
 
 

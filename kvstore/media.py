@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from kvstore.rows import MEDIA, MEDIA_UNSEEN, Ints, Rows
+from kvstore.sequence import Sequence
 
 
 def same_media(rows: Rows, found: Ints, media: Mapping[int, bytes]) -> int:
@@ -19,3 +20,10 @@ def same_media(rows: Rows, found: Ints, media: Mapping[int, bytes]) -> int:
         if rows.media.get(int(found[at])) != media.get(at):
             return at
     return len(found)
+
+
+def media_of(sequence: Sequence, first: int, last: int) -> dict[int, bytes] | None:
+    """Media digests of blocks first..last-1, by their place from `first`; None for none."""
+    if not sequence.media:
+        return None
+    return {b - first: digest for b, digest in sequence.media.items() if first <= b < last}

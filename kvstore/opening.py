@@ -23,6 +23,7 @@ from kvstore.home import (
 from kvstore.index import Index
 from kvstore.inline import InlineExecutor
 from kvstore.invalidation import SETTLE_S, Invalidator
+from kvstore.pins_file import reserved_bytes
 from kvstore.placement import Placement
 from kvstore.starting import Starter
 from kvstore.ticket import Leases
@@ -63,6 +64,7 @@ class Opened:
         """AssertionError if index and tiers disagree. Under the placement's lock."""
         index = self.placement.index
         index.check_integrity()
+        self.placement.pins.check_integrity()
         self.host.check_integrity()
         tiers: list[tuple[TierName, HostTier | DiskTier]] = [(TierName.HOST, self.host)]
         if self.disk is not None:
@@ -80,6 +82,7 @@ class Opened:
             self.placement.write_gauges()
             self.counters.set("host_used_bytes", 0)
             self.counters.set("host_blocks", 0)
+        self.placement.pins.close()
         self.disks.shutdown()
         self.invalidator.settle()
         self.host.close(keep=False)
@@ -141,7 +144,16 @@ def open_parts(
         leases = Leases(config.lease_s, clock)
         budget = WriteBudget(config.disk_writes_per_day_bytes, clock, counters)
         placement = Placement(
-            index, host, disk, counters, boot=boot, leases=leases, clock=clock, budget=budget
+            index,
+            host,
+            disk,
+            counters,
+            boot=boot,
+            leases=leases,
+            clock=clock,
+            budget=budget,
+            pin_fraction=config.pin_fraction,
+            home=home,
         )
         starter = Starter(placement, floors)
         settle_s = SETTLE_S if threads else 0.0
@@ -196,7 +208,7 @@ def open_disk(
         submit=disks.submit,
         threads=config.io_threads,
         direct=config.direct,
-        other_bytes=OVERHEAD_BYTES,
+        other_bytes=OVERHEAD_BYTES + reserved_bytes(facts.disk_capacity_bytes),
         catalogues=catalogues,
     )
 

@@ -15,8 +15,11 @@ import numpy.typing as npt
 from kvstore.clock import Clock
 from kvstore.counters import Counters
 from kvstore.eviction import Evictor
+from kvstore.home import Home
 from kvstore.index import Index
+from kvstore.media import media_of
 from kvstore.outcomes import Left
+from kvstore.pins import Pins
 from kvstore.plans import Dirty, SavePlan, SpaceFacts
 from kvstore.rows import VERIFIED, Ints, Longs
 from kvstore.sequence import Sequence
@@ -48,6 +51,8 @@ class Placement:
         leases: Leases,
         clock: Clock,
         budget: WriteBudget,
+        pin_fraction: float,
+        home: Home | None,
     ) -> None:
         self.lock = threading.RLock()
         self.index = index
@@ -63,11 +68,13 @@ class Placement:
         # By a space's number: up with every invalidation. What was found, or begun to be computed,
         # under another epoch is neither saved nor given out.
         self.epochs: defaultdict[int, int] = defaultdict(int)
+        self.space_digests: dict[int, bytes] = {}  # of all of them, also those not opened yet
         self.leases = leases
         self.clock = clock
         self.budget = budget
         self._evict_host = Evictor(index, TierName.HOST)
         self._generation = itertools.count(boot << 32)
+        self.pins = Pins(self, pin_fraction, home)
 
     # --- lookups
 
@@ -261,7 +268,8 @@ class Placement:
     # --- leaving, and being used
 
     def expire_leases(self) -> None:
-        """End the leases whose time is over: asked for by lookups, and by whoever needs room."""
+        """End leases and pins whose time is over: for lookups, and for whoever needs room."""
+        self.pins.settle()
         for rows in self.leases.expired():
             self.unlease(rows)
 
@@ -332,6 +340,7 @@ class Placement:
             self.counters.set(f"{name}_capacity_bytes", tier.capacity_bytes)
             self.counters.set(f"{name}_used_bytes", tier.used_bytes)
             self.counters.set(f"{name}_blocks", self.index.blocks(name))
+        self.pins.settle()
 
     def publish_reads(self, rows: Ints, slots: Longs, good: npt.NDArray[np.bool_]) -> None:
         """Blocks read from disk stay in host memory where their parent is; other slots go back."""
@@ -364,10 +373,3 @@ class Placement:
         with self.lock:
             fresh = int(sequence.outcomes.take(first, last).sum())
         self.counters.add(f"misses.{reason}", fresh * sequence.space.layout.block_tokens)
-
-
-def media_of(sequence: Sequence, first: int, last: int) -> dict[int, bytes] | None:
-    """Media digests of blocks first..last-1, by their place from `first`; None for none."""
-    if not sequence.media:
-        return None
-    return {b - first: digest for b, digest in sequence.media.items() if first <= b < last}

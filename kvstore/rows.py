@@ -27,6 +27,10 @@ MEDIA = 4  # flags: the block has a media digest
 MEDIA_UNSEEN = 16  # flags: from a catalogue, which keeps no media digest; the header has it
 VERIFIED = 8  # flags: the upper tier's bytes were checked since this owner started
 
+KEPT = (1, 2)  # pinned: not to be evicted from the first tier, from the second
+COVERED = 4  # pinned: some pin covers the block
+PIN_END = 8  # pinned: some pin ends with the block
+
 # kvstore/native/find.cpp reads this layout. upper and lower: the slots in the index's first and
 # second tier, or -1.
 HEAD = np.dtype(
@@ -42,7 +46,7 @@ HEAD = np.dtype(
 
 
 COLUMNS = (
-    *("depth", "age", "leases", "holds", "space", "flags", "generation", "content"),
+    *("depth", "age", "leases", "holds", "space", "flags", "pinned", "generation", "content"),
     *("first_child", "next_sibling", "previous_sibling"),
 )
 
@@ -130,6 +134,7 @@ class Rows:
         self.holds = np.zeros(capacity, np.int32)
         self.space = np.zeros(capacity, np.uint16)
         self.flags = np.zeros(capacity, np.uint8)
+        self.pinned = np.zeros(capacity, np.uint8)
         self.generation = np.zeros(capacity, np.uint32)
         self.content = np.zeros(capacity, np.uint64)  # the record's generation, in every tier
         self.first_child = np.zeros(capacity, np.int32)

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.cuda.copy import gather
-from kvstore.placement import Placement, media_of
+from kvstore.media import media_of
+from kvstore.placement import Placement
 from kvstore.pool import PagePool
 from kvstore.sequence import Sequence
 from kvstore.tiers.base import SaveDrop

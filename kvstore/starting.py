@@ -49,8 +49,7 @@ class Starter:
                 return number
             for tier in placement.index.tiers:
                 placement.left(tier, placement.index.drop_space(number, tier))
-        self._numbers[digest] = placement.index.add_space(layout.block_tokens, slot_bytes)
-        return self._numbers[digest]
+        return self._add(digest, layout.block_tokens, slot_bytes)
 
     def start(self) -> None:
         """Load everything, then let lookups in. What it raises is kept in `failure`."""
@@ -153,9 +152,14 @@ class Starter:
         placement.mark_dirty(rows[order])
 
     def _known(self, digest: bytes, block_tokens: int, slot_bytes: int) -> int:
-        if digest not in self._numbers:
-            self._numbers[digest] = self._placement.index.add_space(block_tokens, slot_bytes)
-        return self._numbers[digest]
+        number = self._numbers.get(digest)
+        return self._add(digest, block_tokens, slot_bytes) if number is None else number
+
+    def _add(self, digest: bytes, block_tokens: int, slot_bytes: int) -> int:
+        number = self._placement.index.add_space(block_tokens, slot_bytes)
+        self._numbers[digest] = number
+        self._placement.space_digests[number] = digest
+        return number
 
 
 def _digests(column: npt.NDArray[np.void]) -> npt.NDArray[np.uint8]:

@@ -18,9 +18,10 @@ from kvstore.healing import report_bad
 from kvstore.identity import Identity
 from kvstore.invalidation import Invalidated, Scope
 from kvstore.labels import shown
-from kvstore.loading import Load, Loader, LoadResult
+from kvstore.loading import Load, Loader, LoadResult, refuse_parts
 from kvstore.lookup import count_lookup, find_prefix
 from kvstore.opening import Opened, open_parts
+from kvstore.pin_outcomes import Pinned, PinRefused
 from kvstore.pool import PagePool
 from kvstore.repair import Dropped, Suspect, drop_bad_blocks
 from kvstore.resizing import Resized, Resizer
@@ -197,7 +198,7 @@ class Store:
         size = sequence.space.layout.block_tokens
         skip = ticket.skip_tokens if skip_tokens is None else skip_tokens
         stop = ticket.tokens if stop_tokens is None else min(stop_tokens, ticket.tokens)
-        _refuse_parts(skip, stop, size, pool.page_tokens)
+        refuse_parts(skip, stop, size, pool.page_tokens)
         first, last = min(skip, stop) // size, stop // size
         pages = pool.block_pages(page_ids, last)[first:]
         partial = skip % size if skip < stop else 0
@@ -247,6 +248,30 @@ class Store:
         self._refuse_other_pool(sequence, pool)
         blocks = min(sequence.blocks, pool.blocks_of(page_ids))
         return self._saver.submit(sequence, pool, pool.block_pages(page_ids, blocks))
+
+    # --- pins
+
+    def pin(
+        self, prefix: Sequence | str | bytes, *, ttl_s: float, namespace: Space | None = None
+    ) -> Pinned | PinRefused:
+        """Keep a prefix from eviction until ttl_s after its last hit, within the pins' budget.
+
+        prefix: a sequence (its full blocks, also those that are saved later), or a stored block's
+        key, 16 bytes or hex, for it and all before it. A pin that ends with the same block is
+        renewed. namespace: refuse a key of another one.
+        """
+        self._refuse_closed()
+        return self._placement.pins.pin(prefix, ttl_s, namespace)
+
+    def unpin(self, pin_id: int) -> bool:
+        """End a pin. Returns whether there was one."""
+        self._refuse_closed()
+        return self._placement.pins.unpin(pin_id)
+
+    def pins(self) -> list[Pinned]:
+        """The pins there are, the oldest first, each with how much of it is stored."""
+        self._refuse_closed()
+        return self._placement.pins.pins()
 
     # --- the store itself
 
@@ -371,20 +396,6 @@ class Store:
     def _refuse_other_pool(sequence: Sequence, pool: PagePool) -> None:
         if pool.layout != sequence.space.layout:
             raise LayoutError("the pool has another layout than the sequence; make it by its space")
-
-
-def _refuse_parts(skip: int, stop: int, block_tokens: int, page_tokens: int) -> None:
-    """Raise TokenError where a load would begin inside a page or end inside a block."""
-    if skip < 0 or (skip < stop and skip % page_tokens):
-        raise TokenError(
-            f"skip_tokens={skip} is not a whole number of pages of {page_tokens} tokens; "
-            "give what the engine holds in full pages"
-        )
-    if stop < 0 or stop % block_tokens:
-        raise TokenError(
-            f"stop_tokens={stop} is not a whole number of blocks of {block_tokens} tokens; "
-            "round it down"
-        )
 
 
 __all__ = ["LoadResult", "Store", "open"]

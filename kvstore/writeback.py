@@ -121,6 +121,7 @@ class Writer:
 
         Returns: whether there was one.
         """
+        self._placement.pins.write_if_due()
         with self._changed:
             due = self._is_due()
             group = self._take() if due else None
@@ -223,6 +224,8 @@ class Writer:
         self._flying.update(needed.tolist())
         self._groups += 1
         age = int(index.rows.age[needed].min())
+        if placement.pins.is_pinned(needed):
+            age = index.clock  # Whatever no pin covers gives way to it.
         space_facts = placement.spaces[space]
         host = index.slots(TierName.HOST, needed)
         return Group(self._groups, space_facts, needed, host, parents, age, fit * slot_bytes)
