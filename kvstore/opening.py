@@ -138,28 +138,37 @@ def open_parts(
             undo.callback(disk.close)
             if home.facts() != facts:
                 home.write_facts(facts)
-        tiers = (TierName.HOST, TierName.DISK) if disk else (TierName.HOST,)
-        rows = (config.host_capacity_bytes + config.disk_capacity_bytes) // SLOT_TYPICAL_BYTES
-        index = Index(tiers, rows_expected=min(max(rows, 1024), ROWS_EXPECTED_MAX))
-        leases = Leases(config.lease_s, clock)
-        budget = WriteBudget(config.disk_writes_per_day_bytes, clock, counters)
-        placement = Placement(
-            index,
-            host,
-            disk,
-            counters,
-            boot=boot,
-            leases=leases,
-            clock=clock,
-            budget=budget,
-            pin_fraction=config.pin_fraction,
-            home=home,
-        )
+        placement = _placement(config, host, disk, counters, boot, clock, home)
         starter = Starter(placement, floors)
         settle_s = SETTLE_S if threads else 0.0
         invalidator = Invalidator(placement, starter.numbers, home, floors, settle_s=settle_s)
         undo.pop_all()
         return Opened(config, home, counters, host, disk, disks, placement, starter, invalidator)
+
+
+def _placement(
+    config: Config,
+    host: HostTier,
+    disk: DiskTier | None,
+    counters: Counters,
+    boot: int,
+    clock: Clock,
+    home: Home | None,
+) -> Placement:
+    tiers = (TierName.HOST, TierName.DISK) if disk else (TierName.HOST,)
+    rows = (config.host_capacity_bytes + config.disk_capacity_bytes) // SLOT_TYPICAL_BYTES
+    return Placement(
+        Index(tiers, rows_expected=min(max(rows, 1024), ROWS_EXPECTED_MAX)),
+        host,
+        disk,
+        counters,
+        boot=boot,
+        leases=Leases(config.lease_s, clock),
+        clock=clock,
+        budget=WriteBudget(config.disk_writes_per_day_bytes, clock, counters),
+        pin_fraction=config.pin_fraction,
+        home=home,
+    )
 
 
 def _floors(
