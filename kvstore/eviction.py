@@ -117,7 +117,8 @@ class Evictor:
     ) -> int | None:
         """The segment of another size whose latest used block is the oldest; None if none may go.
 
-        slot_bytes: 0 for a segment of any size. among: bool [segments], those to choose from.
+        slot_bytes: 0 for a segment of any size, as the tier shrinks: pinned blocks may go then,
+        where no segment is without. among: bool [segments], those to choose from.
 
         A segment may go if every slot taken in it belongs to a row, and none of these rows and
         their descendants in the tier is leased, held or pinned (clean_only: or not in the other).
@@ -135,16 +136,20 @@ class Evictor:
         if not others or (among is None and question == self._no_segment):
             return None
         segment = self._search_segments(slab, others, clean_only)
+        if segment is None and slot_bytes == 0:
+            segment = self._search_segments(slab, others, clean_only, pinned_stay=False)
         if among is None:
             self._no_segment = question if segment is None else None
         return segment
 
-    def _search_segments(self, slab: Slab, among: list[int], clean_only: bool) -> int | None:
+    def _search_segments(
+        self, slab: Slab, among: list[int], clean_only: bool, *, pinned_stay: bool = True
+    ) -> int | None:
         rows = self._index.rows
         slots = rows.slots[self._tier][: rows.high]
         here = np.flatnonzero(slots >= 0).astype(np.int32)
         segment = slots[here] // slab.slots_per_segment_max
-        bound = self._bound(here)
+        bound = self._bound(here) if pinned_stay else rows.in_use(here)
         if clean_only:
             bound |= rows.slots[1 - self._tier][here] < 0
         barred = np.bincount(segment[bound], minlength=slab.segments_max) > 0

@@ -31,7 +31,7 @@ PAUSE_S = 0.02
 class ResizeStop(StrEnum):
     """Why a tier did not get to the capacity that was asked for."""
 
-    IN_USE = "in_use"  # leases, loads, pins or unwritten blocks kept all segments that were left
+    IN_USE = "in_use"  # leases, loads or unwritten blocks kept all segments that were left
     DEVICE = "device"  # a device, or the system, did not take a change
     CLOSED = "closed"  # the store was closed meanwhile
 

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 from kvstore.inspect import layout_of
 from kvstore.labels import shown
 from kvstore.placement import Placement
+from kvstore.pool import PagePool
+from kvstore.sequence import Sequence
 from kvstore.tiers.errors import LayoutError
 
 if TYPE_CHECKING:
@@ -37,3 +39,9 @@ def refuse_too_large(placement: Placement, slot_bytes: int) -> None:
             f"a block takes {slot_bytes} bytes, more than a segment on disk; "
             f"give the disk tier at least {slot_bytes * 32} bytes or lower block_tokens"
         )
+
+
+def refuse_other_pool(sequence: Sequence, pool: PagePool) -> None:
+    """LayoutError for a pool of another layout than the sequence's."""
+    if pool.layout != sequence.space.layout:
+        raise LayoutError("the pool has another layout than the sequence; make it by its space")

@@ -28,11 +28,11 @@ from kvstore.resizing import Resized, Resizer
 from kvstore.saving import Save, Saver
 from kvstore.sequence import Sequence
 from kvstore.space import Space
-from kvstore.space_rules import refuse_other_layout, refuse_too_large
+from kvstore.space_rules import refuse_other_layout, refuse_other_pool, refuse_too_large
 from kvstore.ticket import Lease, Ticket
 from kvstore.tiers.base import MissReason, TierName
 from kvstore.tiers.catalogues import Catalogues
-from kvstore.tiers.errors import ClosedError, LayoutError, TokenError
+from kvstore.tiers.errors import ClosedError, TokenError
 from kvstore.tiers.failpoints import planted
 from kvstore.tiers.io import FileIo
 from kvstore.tiers.layout import Layout
@@ -194,7 +194,7 @@ class Store:
         """Copy a ticket's blocks into the engine's pages. Leases become holds. Next: save."""
         self._refuse_closed()
         placement, sequence = self._placement, ticket.sequence
-        self._refuse_other_pool(sequence, pool)
+        refuse_other_pool(sequence, pool)
         size = sequence.space.layout.block_tokens
         skip = ticket.skip_tokens if skip_tokens is None else skip_tokens
         stop = ticket.tokens if stop_tokens is None else min(stop_tokens, ticket.tokens)
@@ -245,7 +245,7 @@ class Store:
         A table shorter than the sequence, as in the middle of a chunked prefill, saves what it has.
         """
         self._refuse_closed()
-        self._refuse_other_pool(sequence, pool)
+        refuse_other_pool(sequence, pool)
         blocks = min(sequence.blocks, pool.blocks_of(page_ids))
         return self._saver.submit(sequence, pool, pool.block_pages(page_ids, blocks))
 
@@ -391,11 +391,6 @@ class Store:
     def _refuse_closed(self) -> None:
         if self._closed:
             raise ClosedError("the store is closed; open it again")
-
-    @staticmethod
-    def _refuse_other_pool(sequence: Sequence, pool: PagePool) -> None:
-        if pool.layout != sequence.space.layout:
-            raise LayoutError("the pool has another layout than the sequence; make it by its space")
 
 
 __all__ = ["LoadResult", "Store", "open"]
