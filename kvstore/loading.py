@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.checking import check_host
+from kvstore.cuda.device import Event, Stream
 from kvstore.placement import Placement
 from kvstore.pool import PagePool
 from kvstore.reads import Reads
@@ -76,6 +77,9 @@ class Load:
         self.epoch = 0  # of its namespace, when it began
         self._changed = threading.Condition()
         self._layers = 0
+        self._filled: list[
+            tuple[int, Event]
+        ] = []  # layers, and the event after which they are there
         self._result: LoadResult | None = None
 
     @property
@@ -83,9 +87,12 @@ class Load:
         """Whether the pages may be reused."""
         return self._result is not None
 
-    def wait_layer(self, layer: int, timeout_s: float | None = None) -> int:
+    def wait_layer(
+        self, layer: int, timeout_s: float | None = None, stream: Stream | None = None
+    ) -> int:
         """Wait until layer `layer` (in payload order) is in the pages.
 
+        stream: a device's; it waits in our place, and what is queued there next finds the layer.
         Returns: tokens of the prefix that are usable; the same number for every layer.
         Raises TimeoutError when `timeout_s` passes first.
         """
@@ -94,7 +101,13 @@ class Load:
                 lambda: self._layers > layer or self._result is not None, timeout_s
             ):
                 raise TimeoutError(f"layer {layer} was not loaded within {timeout_s} s")
-            return self.tokens()
+            filled = next((event for layers, event in self._filled if layers > layer), None)
+            tokens = self.tokens()
+        if filled is not None and stream is not None:
+            stream.wait(filled)
+        elif filled is not None:
+            filled.wait()
+        return tokens
 
     def result(self, timeout_s: float | None = None) -> LoadResult:
         """Wait for the end. Raises TimeoutError when `timeout_s` passes first; the load goes on.
@@ -118,11 +131,14 @@ class Load:
 
     def copy(
         self, block: int, payloads: npt.NDArray[np.uint64], runs: tuple[int, int | None]
-    ) -> None:
-        """Fill the pages of blocks `block`.. of `rows` from payloads, for a range of runs."""
+    ) -> Event | None:
+        """Fill the pages of blocks `block`.. of `rows` from payloads, for a range of runs.
+
+        Returns: None, they are filled | the event after which they are.
+        """
         pages = self.pages[block : block + len(payloads)]
         skip_pages = self.skip_pages if block == 0 else 0
-        self.pool.fill(pages, payloads, runs[0], runs[1], skip_pages)
+        return self.pool.fill(pages, payloads, runs[0], runs[1], skip_pages)
 
     # What follows is for the loader's threads.
 
@@ -149,11 +165,18 @@ class Load:
         with self._changed:
             self._changed.wait_for(lambda: self.pending == 0)
 
-    def layer_ready(self, layers: int) -> None:
-        """The first `layers` layers of every usable block are in the pages."""
+    def layer_ready(self, layers: int, filled: Event | None) -> None:
+        """The first `layers` layers of all usable blocks are in the pages, after `filled`."""
         with self._changed:
             self._layers = layers
+            if filled is not None:
+                self._filled.append((layers, filled))
             self._changed.notify_all()
+
+    def wait_filled(self) -> None:
+        """Wait until the device has filled all pages: only then may slots and pages be reused."""
+        for _, filled in self._filled:
+            filled.wait()
 
     def end(self, result: LoadResult) -> None:
         """Called once, at the end."""
@@ -220,9 +243,18 @@ class Loader:
             LOG.exception("a load failed")
             load.cut(0, MissReason.IO_ERROR)
             load.wait_flights()
+            self._wait_filled(load)
         finally:
             self.finish(load)
         return True
+
+    @staticmethod
+    def _wait_filled(load: Load) -> None:
+        """After a failure: what was queued on a device still touches pages and slots."""
+        try:
+            load.wait_filled()
+        except Exception:
+            LOG.exception("the device failed too")
 
     def _run(self) -> None:
         while self.step(wait=True):
@@ -275,8 +307,9 @@ class Loader:
         step = max(1, STEP_BYTES // max(1, layer_bytes))
         for first in range(0, layout.layers, step):
             last = min(first + step, layout.layers)
-            load.copy(0, payloads, (layout.layer_runs[first][0], layout.layer_runs[last - 1][1]))
-            load.layer_ready(last)
+            runs = (layout.layer_runs[first][0], layout.layer_runs[last - 1][1])
+            load.layer_ready(last, load.copy(0, payloads, runs))
+        load.wait_filled()
 
     def _cut_invalidated(self, load: Load) -> bool:
         """End a load where its first block was invalidated since it began. Returns: whether."""

@@ -6,13 +6,16 @@ layer 0, V of layer 0, K of layer 1, ...); axis 0 of each array is the page.
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.cuda.copy import RunTable, gather, scatter
+from kvstore.cuda.calibration import Calibration
+from kvstore.cuda.copy import RunTable
+from kvstore.cuda.device import Device, Event
+from kvstore.page_copies import DeviceCopies, HostCopies, PageCopies
 from kvstore.tiers.errors import LayoutError
 from kvstore.tiers.layout import Layout
 
@@ -31,10 +34,18 @@ class PagePool:
     """An engine's pages as the store sees them. Keeps the arrays alive; owns no memory.
 
     layout: what a block is.  page_tokens: tokens in one of the engine's pages; a block is a whole
-    number of pages.  table: one row for each run.
+    number of pages.  table: one row for each run.  device: whose memory the arrays lie in; None for
+    host memory.  calibration: what it was measured to do.
     """
 
-    def __init__(self, layout: Layout, arrays: Sequence[Any], page_tokens: int) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        arrays: Sequence[Any],
+        page_tokens: int,
+        device: Device | None = None,
+        calibration: Calibration | None = None,
+    ) -> None:
         if page_tokens < 1 or layout.block_tokens % page_tokens:
             raise LayoutError(
                 f"a block of {layout.block_tokens} tokens is not a whole number of pages of "
@@ -52,8 +63,12 @@ class PagePool:
         for run, array in enumerate(arrays):
             if isinstance(array, np.ndarray) and not array.flags.writeable:
                 raise LayoutError(f"array {run} is read-only; loads write to it, give it writable")
-        self.table = self._describe([view_of(array) for array in arrays])
-        self._piece_bytes = self.table.rows * self.table.row_bytes
+        on_device = device is not None
+        self.table = self._describe([view_of(array, on_device) for array in arrays])
+        self.copies: PageCopies = HostCopies(self.table, self.pages_per_block)
+        if device is not None:
+            known = calibration or Calibration(device.name)
+            self.copies = DeviceCopies(device, self.table, layout, known)
 
     @property
     def pages(self) -> int:
@@ -125,21 +140,15 @@ class PagePool:
         first_run: int = 0,
         last_run: int | None = None,
         skip_pages: int = 0,
-    ) -> None:
+    ) -> Event | None:
         """Copy payloads into pages [n, pages_per_block], for a range of runs.
 
         skip_pages: pages of the first block that the engine holds already; they are not touched.
+
+        Returns: None, the pages are filled | the event after which they are.
         """
-        if skip_pages and len(pages):
-            for piece in range(skip_pages, self.pages_per_block):
-                table = replace(
-                    self.table,
-                    payload_offset=self.table.payload_offset + piece * self._piece_bytes,
-                )
-                scatter(table, pages[:1, piece : piece + 1], payloads[:1], first_run, last_run)
-            pages, payloads = pages[1:], payloads[1:]
-        if len(pages):
-            scatter(self.table, pages, payloads, first_run, last_run)
+        runs = (first_run, self.table.runs if last_run is None else last_run)
+        return self.copies.scatter(pages, payloads, runs, skip_pages)
 
     def self_test(self, page: int | None = None) -> None:
         """Write a pattern into one page by the store's path, read it by the array, restore it.
@@ -149,18 +158,29 @@ class PagePool:
         page = self.pages - 1 if page is None else page
         pages = np.full((1, self.pages_per_block), page, np.int64)
         payload = self.layout.payload_bytes
-        before, pattern, after = (np.zeros(payload, np.uint8) for _ in range(3))
-        random = np.random.default_rng(1)
-        for run, length in zip(self.layout.run_offsets, self.layout.run_lengths, strict=True):
-            piece = random.integers(0, 256, int(length) // self.pages_per_block, dtype=np.uint8)
-            pattern[run : run + length] = np.tile(piece, self.pages_per_block)
-        gather(self.table, pages, _address(before), None)
-        try:
-            scatter(self.table, pages, _address(pattern))
-            seen = [_page_bytes(array, page) for array in self.arrays]
-            gather(self.table, pages, _address(after), None)
-        finally:
-            scatter(self.table, pages, _address(before))
+        with self.copies.buffers(3, payload) as (before, pattern, after):
+            random = np.random.default_rng(1)
+            for run, length in zip(self.layout.run_offsets, self.layout.run_lengths, strict=True):
+                piece = random.integers(0, 256, int(length) // self.pages_per_block, dtype=np.uint8)
+                pattern[run : run + length] = np.tile(piece, self.pages_per_block)
+            ready = self.copies.ready()
+            self.copies.gather(pages, _address(before), None, ready)
+            try:
+                self._fill_now(pages, pattern)
+                seen = [_page_bytes(array, page) for array in self.arrays]
+                self.copies.gather(pages, _address(after), None, None)
+            finally:
+                self._fill_now(pages, before)
+            self._refuse_other_bytes(seen, pattern, after)
+
+    def _fill_now(self, pages: npt.NDArray[np.int64], payload: npt.NDArray[np.uint8]) -> None:
+        filled = self.fill(pages, _address(payload))
+        if filled is not None:
+            filled.wait()
+
+    def _refuse_other_bytes(
+        self, seen: list[bytes], pattern: npt.NDArray[np.uint8], after: npt.NDArray[np.uint8]
+    ) -> None:
         for run, data in enumerate(seen):
             at = int(self.layout.run_offsets[run])
             if data != pattern[at : at + len(data)].tobytes():
@@ -169,14 +189,20 @@ class PagePool:
             raise LayoutError("two arrays of the pool share memory; list each run's own array")
 
 
-def view_of(array: Any) -> ArrayView:
-    """The memory of a NumPy array or a torch tensor in host memory."""
+def view_of(array: Any, on_device: bool = False) -> ArrayView:
+    """The memory of a NumPy array or a torch tensor, or, on a device, of a CuPy array.
+
+    Raises LayoutError for an array that lies elsewhere.
+    """
     if hasattr(array, "data_ptr"):
-        if str(array.device) != "cpu":
-            raise LayoutError(f"a pool on {array.device} needs the CUDA path; this one is for CPU")
+        if str(array.device) != "cpu" and not on_device:
+            raise LayoutError(f"a pool on {array.device} needs device=; this one has none")
         item = int(array.element_size())
         strides = tuple(int(step) * item for step in array.stride())
         return ArrayView(int(array.data_ptr()), tuple(array.shape), strides, item)
+    if on_device and hasattr(array, "__cuda_array_interface__"):
+        strides = tuple(int(step) for step in array.strides)
+        return ArrayView(int(array.data.ptr), tuple(array.shape), strides, int(array.itemsize))
     if isinstance(array, np.ndarray):
         return ArrayView(array.ctypes.data, array.shape, array.strides, array.itemsize)
     raise LayoutError(f"a pool takes NumPy arrays or torch tensors, not {type(array).__name__}")
@@ -211,6 +237,8 @@ def _address(buffer: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
 def _page_bytes(array: Any, page: int) -> bytes:
     piece = array[page]
     if hasattr(piece, "data_ptr"):
-        whole = piece.contiguous()  # a torch tensor; read without importing torch
+        whole = piece.contiguous().cpu()  # a torch tensor; read without importing torch
         return ctypes.string_at(whole.data_ptr(), whole.numel() * whole.element_size())
+    if hasattr(piece, "get"):
+        piece = piece.get()  # a CuPy array, likewise
     return bytes(np.ascontiguousarray(piece).tobytes())

@@ -185,16 +185,18 @@ class Reads:
     def _deliver(self, load: "Load", blocks: list[tuple[int, Flight]]) -> None:
         """Copy good blocks into a load's pages, blocks that follow one another in one call."""
         header_bytes = load.ticket.sequence.space.record.header_bytes
-        first, slots = 0, list[int]()
+        first, slots, filled = 0, list[int](), None
         for block, flight in [*blocks, (-1, None)]:
             if slots and (
                 flight is None or flight.fault is not None or block != first + len(slots)
             ):
                 payloads = self._placement.host.payload_addresses(np.array(slots), header_bytes)
-                load.copy(first, payloads, (0, None))
+                filled = load.copy(first, payloads, (0, None)) or filled
                 slots.clear()
             if flight is not None and flight.fault is not None:
                 load.cut(block, flight.fault)
             elif flight is not None and block < load.limit:
                 first = first if slots else block
                 slots.append(flight.host_slot)
+        if filled is not None:
+            filled.wait()  # In order on one stream, so the last one is enough.

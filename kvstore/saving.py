@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.cuda.copy import gather
+from kvstore.cuda.device import Event
 from kvstore.media import media_of
 from kvstore.placement import Placement
 from kvstore.pool import PagePool
@@ -74,6 +74,7 @@ class Job:
     last: int
     save: Save
     epoch: int  # of the sequence: under another one, nothing of it is saved
+    ready: Event | None  # after it, the pages hold what the engine had computed
     saved: int = 0
     present: int = 0
     dropped: Counter[SaveDrop] = field(default_factory=Counter)
@@ -102,7 +103,8 @@ class Saver:
         """
         save = Save()
         first, last = sequence.saved_blocks, len(pages)
-        job = Job(sequence, pool, pages, sequence.keys, first, last, save, sequence.epoch)
+        ready = pool.copies.ready() if last > first else None
+        job = Job(sequence, pool, pages, sequence.keys, first, last, save, sequence.epoch, ready)
         with self._changed:
             blocks = max(0, last - first)
             drop = None
@@ -255,7 +257,7 @@ class Saver:
             headers[at, 96:128] = np.frombuffer(digest, np.uint8)
         sums = np.empty((last - first, record.runs), np.uint64)
         payloads = self._placement.host.payload_addresses(slots, record.header_bytes)
-        gather(job.pool.table, job.pages[first:last], payloads, sums)
+        job.pool.copies.gather(job.pages[first:last], payloads, sums, job.ready)
         record.checksums(headers)[:] = sums
         record.seal(headers)
         return headers

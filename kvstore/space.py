@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvstore.cuda.calibration import calibration_of
+from kvstore.cuda.device import Device
 from kvstore.hashing.chain import ChainFunction
 from kvstore.hashing.namespace import root_key
 from kvstore.identity import Identity
@@ -56,13 +58,22 @@ class Space:
         """What write-back needs of it."""
         return SpaceFacts(self.digest, self.record, self.layout.canonical(), self.label)
 
-    def pool(self, arrays: Sequence[Any], page_tokens: int | None = None) -> PagePool:
+    def pool(
+        self,
+        arrays: Sequence[Any],
+        page_tokens: int | None = None,
+        *,
+        device: Device | None = None,
+    ) -> PagePool:
         """The engine's pages, described run by run and tested by writing and reading one page.
 
         arrays: one NumPy or torch array for each run, in payload order; axis 0 is the page.
-        page_tokens: tokens in a page; a whole block unless told. Raises LayoutError.
+        page_tokens: tokens in a page; a whole block unless told. device: in whose memory the arrays
+        lie, see kvstore.cuda; measured when it is used for the first time. Raises LayoutError.
         """
-        pool = PagePool(self.layout, arrays, page_tokens or self.layout.block_tokens)
+        tokens = page_tokens or self.layout.block_tokens
+        known = None if device is None else calibration_of(device)
+        pool = PagePool(self.layout, arrays, tokens, device, known)
         pool.self_test()
         return pool
 
