@@ -74,6 +74,7 @@ class Load:
         self.pending = 0  # blocks of this load that flights will still copy
         self.started_s = 0.0  # on the store's clock
         self.held = True  # `rows` are held until it ends
+        self.ready = pool.copies.ready()  # after it, nobody computes with the pages any more
         self.epoch = 0  # of its namespace, when it began
         self._changed = threading.Condition()
         self._layers = 0
@@ -138,7 +139,7 @@ class Load:
         """
         pages = self.pages[block : block + len(payloads)]
         skip_pages = self.skip_pages if block == 0 else 0
-        return self.pool.fill(pages, payloads, runs[0], runs[1], skip_pages)
+        return self.pool.fill(pages, payloads, runs[0], runs[1], skip_pages, self.ready)
 
     # What follows is for the loader's threads.
 

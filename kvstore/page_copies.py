@@ -41,9 +41,15 @@ class PageCopies(Protocol):
         """Copy blocks from pages [n, pages_per_block] to payloads [n], and checksum their runs."""
 
     def scatter(
-        self, pages: Longs, payloads: UInt64s, runs: tuple[int, int], skip_pages: int = 0
+        self,
+        pages: Longs,
+        payloads: UInt64s,
+        runs: tuple[int, int],
+        skip_pages: int = 0,
+        ready: Event | None = None,
     ) -> Event | None:
-        """Copy runs first..last-1 of payloads into pages; None when that is done on return."""
+        """Copy runs first..last-1 of payloads into pages, after `ready`: who had the pages before
+        may still compute with them. None when that is done on return."""
 
     def buffers(self, count: int, size_bytes: int) -> AbstractContextManager[list[Bytes]]:
         """As a context: host memory that both calls can reach, zeroed."""
@@ -67,7 +73,12 @@ class HostCopies:
         gather(self._table, pages, payloads, checksums)
 
     def scatter(
-        self, pages: Longs, payloads: UInt64s, runs: tuple[int, int], skip_pages: int = 0
+        self,
+        pages: Longs,
+        payloads: UInt64s,
+        runs: tuple[int, int],
+        skip_pages: int = 0,
+        ready: Event | None = None,
     ) -> None:
         """Copy; the pages are filled on return."""
         if skip_pages and len(pages):
@@ -126,9 +137,16 @@ class DeviceCopies:
             checksums[block] = run_checksums(payload, offsets, lengths)
 
     def scatter(
-        self, pages: Longs, payloads: UInt64s, runs: tuple[int, int], skip_pages: int = 0
+        self,
+        pages: Longs,
+        payloads: UInt64s,
+        runs: tuple[int, int],
+        skip_pages: int = 0,
+        ready: Event | None = None,
     ) -> Event:
-        """Queue the copy. Pages that are computed with, or saved, must not be among them."""
+        """Queue the copy after `ready`."""
+        if ready is not None:
+            self._load.wait(ready)
         self._movers[Direction.LOAD].scatter(self._load, pages, payloads, runs, skip_pages)
         return self._load.record()
 

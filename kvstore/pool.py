@@ -140,15 +140,17 @@ class PagePool:
         first_run: int = 0,
         last_run: int | None = None,
         skip_pages: int = 0,
+        ready: Event | None = None,
     ) -> Event | None:
         """Copy payloads into pages [n, pages_per_block], for a range of runs.
 
         skip_pages: pages of the first block that the engine holds already; they are not touched.
+        ready: the point after which nobody computes with the pages any more.
 
         Returns: None, the pages are filled | the event after which they are.
         """
         runs = (first_run, self.table.runs if last_run is None else last_run)
-        return self.copies.scatter(pages, payloads, runs, skip_pages)
+        return self.copies.scatter(pages, payloads, runs, skip_pages, ready)
 
     def self_test(self, page: int | None = None) -> None:
         """Write a pattern into one page by the store's path, read it by the array, restore it.
