@@ -4,7 +4,7 @@ import argparse
 import subprocess
 import sys
 
-BENCHES = ("copy", "lookup", "host", "disk", "scale", "model", "reuse", "overhead")
+BENCHES = ("copy", "lookup", "host", "disk", "verify", "scale", "model", "reuse", "overhead")
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from kvstore.scrub_repair import repair_store
 from kvstore.tiers.record import RecordFormat
 from support.checks import assert_at_rest
 from support.engine import Engine
-from support.stored import BLOCKS, LAYOUT, prompt, run
+from support.stored import BLOCKS, LAYOUT, prompt, run, run_here
 
 SIZES: dict[str, Any] = {"host": "4MiB", "disk_capacity": "64MiB"}
 
@@ -87,7 +87,7 @@ def test_without_an_owner(directory: Path) -> None:
     keys, places = keys_of(directory), places_of(directory)
     flip(*places[keys[7]])
     flip(*places[keys[12]])
-    ran = run("verify", "--store", directory, "--repair", "--json")
+    ran = run_here("verify", "--store", directory, "--repair", "--json")
     assert ran.code == 0
     assert {bad["key"] for bad in ran.document["bad"]} == {keys[7], keys[12]}
     # The second lay below the first, and went with it.

@@ -1,8 +1,10 @@
 """A small store on disk and the command that looks into it, run as a user runs it."""
 
+import io
 import json
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 
 import kvstore
+from kvstore.cli.main import main
 
 BLOCKS = 20
 LAYERS = 3
@@ -74,6 +77,14 @@ def run(*arguments: str | Path) -> Ran:
     command = [sys.executable, "-m", "kvstore.cli", *map(str, arguments)]
     ran = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=120, check=False)
     return Ran(ran.returncode, ran.stdout, ran.stderr)
+
+
+def run_here(*arguments: str | Path) -> Ran:
+    """The same in this process, which is faster: for a store that it does not own itself."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main([str(argument) for argument in arguments])
+    return Ran(code, out.getvalue(), err.getvalue())
 
 
 def assert_one_sentence(ran: Ran) -> None:
