@@ -69,6 +69,7 @@ class Home:
         self._lock_fd = -1
         try:
             refuse_foreign(io, path)
+            read_facts(path, io)  # What is damaged, or another's, is refused with its lock intact.
             with sentence(path / LOCK_FILE):
                 self._take_lock()
         except BaseException:

@@ -84,11 +84,17 @@ def parse_header(page: bytes, magic: bytes) -> FileHeader | FileHeaderFault:
     )
     if version != VERSION:
         return FileHeaderFault.VERSION
-    if CHECKSUM.unpack_from(page, CHECKSUM_AT)[0] != xxhash.xxh3_64_intdigest(page[:CHECKSUM_AT]):
+    if not has_checksum(page):
         return FileHeaderFault.CHECKSUM
     return FileHeader(
         found, store_id, volume, volumes, segment_bytes, segment, slot_bytes, capacity
     )
+
+
+def has_checksum(page: bytes) -> bool:
+    """Whether a header of any version is whole: one that is not was damaged, and is not newer."""
+    known: int = CHECKSUM.unpack_from(page, CHECKSUM_AT)[0]
+    return known == xxhash.xxh3_64_intdigest(page[:CHECKSUM_AT])
 
 
 def segment_name(segment: int) -> str:

@@ -29,6 +29,8 @@ from kvstore.tiers.segment import (
     VOLUME_FILE,
     VOLUME_MAGIC,
     FileHeader,
+    FileHeaderFault,
+    has_checksum,
     parse_header,
     segment_name,
 )
@@ -355,6 +357,11 @@ class Volume:
             if self._io.pread(fd, buffer, 0) != HEADER_BYTES:
                 return None
         header = parse_header(bytes(buffer), SEGMENT_MAGIC)
+        if header is FileHeaderFault.VERSION and has_checksum(bytes(buffer)):
+            raise StoreError(
+                f"{self.path / segment_name(segment)} was written by another version of kvstore; "
+                "use that version, or give another directory"
+            )
         if not isinstance(header, FileHeader) or header.segment != segment:
             return None
         found = Identity(header.store_id, header.volume, header.volumes, header.segment_bytes)

@@ -54,6 +54,14 @@ def test_a_store_that_was_moved_or_copied_lies_where_its_file_lies(tmp_path: Pat
     assert require_store(old, IO).paths[0] == old
 
 
+def test_a_directory_that_is_refused_keeps_its_lock_file(tmp_path: Path) -> None:
+    (tmp_path / LOCK_FILE).write_text("somebody's own")
+    (tmp_path / STORE_FILE).write_text("no store's facts")
+    with pytest.raises(StoreError, match="damaged"):
+        Home(tmp_path, IO)
+    assert (tmp_path / LOCK_FILE).read_text() == "somebody's own"
+
+
 def test_a_second_owner_is_refused_by_name_and_may_come_later(tmp_path: Path) -> None:
     home = Home(tmp_path, IO)
     with pytest.raises(StoreBusyError, match=f"process {os.getpid()}") as caught:
