@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.home import CONTROL_SOCKET, Home
 from kvstore.invalidation import Scope
+from kvstore.pin_outcomes import document
 from kvstore.repair import Suspect
 from kvstore.tiers.errors import ConfigError, KvstoreError, StoreBusyError, StoreError
 from kvstore.tiers.io import FileIo
@@ -77,12 +78,31 @@ def _resize(store: "Store", arguments: Arguments) -> dict[str, Any]:
     return store.resize(**checked(arguments, {"host_bytes": int, "disk_bytes": int})).document()
 
 
+def _pin(store: "Store", arguments: Arguments) -> dict[str, Any]:
+    asked = checked(arguments, {"key": str, "ttl_s": float})
+    if len(asked) < 2:
+        raise ConfigError("a pin needs a key and ttl_s")
+    return document(store.pin(asked["key"], ttl_s=asked["ttl_s"]))
+
+
+def _pins(store: "Store", arguments: Arguments) -> dict[str, Any]:
+    checked(arguments, {})
+    return {"pins": [asdict(pin) for pin in store.pins()]}
+
+
+def _unpin(store: "Store", arguments: Arguments) -> dict[str, Any]:
+    return {"removed": store.unpin(checked(arguments, {"pin_id": int}).get("pin_id", 0))}
+
+
 # Closed: what is not here cannot be asked for. A command takes its arguments by `checked`, raises
 # KvstoreError for wrong ones, and answers what json can say.
 COMMANDS: dict[str, Command] = {
     "drop_bad_blocks": _drop_bad_blocks,
     "invalidate": _invalidate,
     "resize": _resize,
+    "pin": _pin,
+    "pins": _pins,
+    "unpin": _unpin,
 }
 
 

@@ -1,7 +1,8 @@
 """What becomes of a wish to pin: values, never exceptions."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
+from typing import Any
 
 
 class PinRefusal(StrEnum):
@@ -40,3 +41,10 @@ class PinRefused:
     """A prefix that was not pinned, and why."""
 
     reason: PinRefusal
+
+
+def document(answer: Pinned | PinRefused) -> dict[str, Any]:
+    """As `kvstore pin --prefix --json` prints it: the pin, or why there is none."""
+    if isinstance(answer, PinRefused):
+        return {"pin": None, "refused": str(answer.reason)}
+    return {"pin": asdict(answer), "refused": None}

@@ -1,4 +1,4 @@
-"""Sizes as people write them ("8GiB") and as programs need them (bytes)."""
+"""Sizes and times as people write them ("8GiB", "15m"), and as programs need them."""
 
 import re
 from fractions import Fraction
@@ -18,6 +18,8 @@ UNITS = {
     "TB": 10**12,
 }
 SIZE_MAX_BYTES = 1 << 62
+SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_DURATION = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([smhd])\s*")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -44,6 +46,27 @@ def format_size(size_bytes: float) -> str:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
         size_bytes /= 1024
     return f"{size_bytes:.1f} TiB"
+
+
+def parse_duration(text: str, option: str) -> float:
+    """Seconds of "90s", "15m", "1.5h" or "2d". `option` names the setting in the error.
+
+    Returns: seconds; raises ConfigError for anything else.
+    """
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise ConfigError(f'{option} is {text!r:.100}; write a time such as "90s", "15m" or "2d"')
+    return float(Fraction(match[1]) * SECONDS[match[2]])
+
+
+def format_duration(seconds: float) -> str:
+    """A time for people, in its two largest units: 5400 -> "1h 30m"."""
+    left, parts = max(0, round(seconds)), []
+    for unit, size in reversed(SECONDS.items()):
+        count, left = divmod(left, size)
+        if count:
+            parts.append(f"{count}{unit}")
+    return " ".join(parts[:2]) or "0s"
 
 
 def _bounded(size_bytes: int, option: str) -> int:

@@ -1,7 +1,7 @@
 """The `kvstore` command: one file for each group of commands, and here what they have in common.
 
-Exit codes: 0 done; 1 `verify`, `export` or `import` found bad blocks, or `invalidate` could not
-make it durable; 2 wrong usage or input, and a sentence on stderr.
+Exit codes: 0 done; 1 `verify`, `export` or `import` found bad blocks, `invalidate` could not make
+it durable, `resize` did not get there, or `pin` was refused; 2 wrong usage or input, and a sentence on stderr.
 
 A module of commands is imported for every command, `--help` included. So none imports the runtime
 or torch at its top: a command that needs them imports them when it runs.
@@ -23,6 +23,7 @@ from kvstore.cli import (
     invalidate,
     ls,
     model,
+    pin,
     resize,
     stats,
     verify,
@@ -47,6 +48,7 @@ app.command("verify")(verify.verify)
 app.command("export")(export.export)
 app.command("import")(import_.import_)
 app.command("invalidate")(invalidate.invalidate)
+app.command("pin")(pin.pin)
 app.command("resize")(resize.resize)
 app.command("bench")(bench.bench)
 app.command("generate")(generate.generate)

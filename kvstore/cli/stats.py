@@ -34,6 +34,9 @@ def stats(store: StoreOption, as_json: JsonOption = False) -> None:
     written = written_today_bytes(found.counters, Clock().time())
     of = f" of {format_size(limit)}" if limit else ", without a limit"
     print_lines(f"written to disk today (UTC): {format_size(written)}{of}")
+    if found.counters["pinned_blocks"]:
+        size = format_size(found.counters["pinned_bytes"])
+        print_lines(f"pinned: {found.counters['pinned_blocks']} blocks, {size}")
     misses = [[reason, str(tokens)] for reason, tokens in found.misses.items() if tokens]
     if misses:
         print_table("Tokens missed, by reason", ["reason", "tokens"], misses)
