@@ -1,7 +1,8 @@
 """The `kvstore` command: one file for each group of commands, and here what they have in common.
 
 Exit codes: 0 done; 1 `verify`, `export` or `import` found bad blocks, `invalidate` could not make
-it durable, `resize` did not get there, or `pin` was refused; 2 wrong usage or input, and a sentence on stderr.
+it durable, `resize` did not get there, or `pin` was refused; 2 wrong usage or input, and a sentence
+on stderr.
 
 A module of commands is imported for every command, `--help` included. So none imports the runtime
 or torch at its top: a command that needs them imports them when it runs.
