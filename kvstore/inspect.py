@@ -13,7 +13,7 @@ import numpy as np
 from kvstore.counters import Counters, summary
 from kvstore.home import COUNTERS_FILE, LOCK_FILE, StoreFacts, owner_alive, require_store
 from kvstore.labels import UNKNOWN, shown
-from kvstore.tiers.catalogue import Catalogue
+from kvstore.tiers.catalogue import CATALOGUE_ERRORS, Catalogue
 from kvstore.tiers.catalogue_row import Rows
 from kvstore.tiers.errors import LayoutError, StoreError
 from kvstore.tiers.io import FileIo
@@ -185,6 +185,10 @@ def reading_catalogue(directory: Path, volume: Path, io: FileIo) -> Iterator[Cat
     catalogue = Catalogue(place.parent, io, readonly=True)
     try:
         yield catalogue
+    except CATALOGUE_ERRORS as error:
+        raise StoreError(
+            f"the catalogue in {volume} cannot be read ({error}); stop its owner and start it again"
+        ) from None
     finally:
         catalogue.close()
 

@@ -50,6 +50,7 @@ DATA_FILE = "data.mdb"
 LOCK_FILE = "lock.mdb"
 LOCK_BYTES = 16 * 1024  # What LMDB's lock file takes for READERS_MAX readers, rounded up.
 READERS_MAX = 126
+CATALOGUE_ERRORS = (lmdb.Error,)  # What a reader beside the owner meets in a damaged file.
 PAGE = 4096
 BASE_BYTES = 32 * PAGE  # Meta pages, roots of the tables, and the first list of free pages.
 SLACK_BYTES_MAX = 8 << 20  # Pages of the last three commits, which are not yet free again.
