@@ -155,6 +155,40 @@ def test_a03_without_the_wait_is_seen(
         device.assert_ordered()
 
 
+def copy_a_page_that_is_loading(store: Store, device: RaceChecker, *, waits: bool) -> list[int]:
+    """A second sequence takes over a page of a prefix that is still on its way, and is saved."""
+    engine = DeviceEngine(store.namespace(LAYOUT, model="m"), PAGES, device)
+    tokens = prompt(4 * 10 + 1, 5)
+    sequence, pages = engine.space.sequence(tokens), table(5, 10)
+    engine.compute(sequence, pages)
+    sequence.save(engine.pool, pages).result(60)
+    store.flush()
+    ticket = engine.space.sequence(tokens).lookup()
+    there, other = table(6, 20)[:10], table(6, 20)[10:]
+    load = ticket.load(engine.pool, there)
+    load.wait_layer(LAYOUT.layers - 1, 60, stream=engine.stream if waits else None)
+    if not waits:
+        # As an engine that takes the host's bookkeeping for the device's: nothing was waited for.
+        device._host.clear()
+    sizes = LAYOUT.run_lengths.astype(np.uint64)
+    for source, target in zip(there.tolist(), other.tolist(), strict=True):
+        device.copy(engine.stream, engine._addresses(target), engine._addresses(source), sizes)
+    seen = engine.attend(other, 10)
+    load.result(60)
+    return engine.wrong(sequence, seen)
+
+
+def test_a04_a_page_is_copied_after_it_was_loaded(store: Store, device: RaceChecker) -> None:
+    assert copy_a_page_that_is_loading(store, device, waits=True) == []
+    device.assert_ordered()
+
+
+def test_a04_without_the_wait_is_seen(store: Store, device: RaceChecker) -> None:
+    copy_a_page_that_is_loading(store, device, waits=False)
+    with pytest.raises(AssertionError, match="in no order"):
+        device.assert_ordered()
+
+
 @pytest.mark.slow
 def test_a_thousand_interleavings(tmp_path: Path) -> None:
     """Load, save, evict, abort from three threads, with everything late: 0 wrong bytes."""
