@@ -20,13 +20,17 @@ NO_MEDIA = bytes(32)
 def read_block(
     placement: Placement, sequence: Sequence, block: int, row: int, disk_slot: int, host_slot: int
 ) -> MissReason | None:
-    """Read a record from disk into a host slot and check it: header, every run, identity."""
+    """Read a record from disk into a host slot and check it: header, every run, identity.
+
+    Returns: None | OFF (the device fails: the block may be good) | IO_ERROR, CHECKSUM, HEADER.
+    """
     assert placement.disk is not None
     space = sequence.space
     view = placement.host.record_view(host_slot, space.record.slot_bytes)
     fault = placement.disk.read_record(disk_slot, view, space.check)
     if isinstance(fault, IoFault):
-        return MissReason.IO_ERROR
+        placement.counters.add("read_faults.disk")
+        return MissReason.OFF if fault.device else MissReason.IO_ERROR
     if fault is not None:
         bad_bytes = isinstance(fault, BadRun) or fault is HeaderFault.CHECKSUM
         return MissReason.CHECKSUM if bad_bytes else MissReason.HEADER

@@ -62,6 +62,9 @@ NAMES: tuple[str, ...] = (
     "pinned_blocks",
     "pinned_bytes",
     "pin_refusals",
+    "disk_state",  # what it is now: its place in DiskState
+    *(f"disk_times.{state}" for state in ("read_only", "off")),  # how often it became that
+    "read_faults.disk",  # blocks that the device did not deliver
 )
 _AT = {name: at for at, name in enumerate(NAMES)}
 if HEADER.size + 8 * len(NAMES) > FILE_BYTES:

@@ -26,7 +26,11 @@ def find_prefix(
     )
     placement.index.touch(found.rows)
     placement.pins.hit(sequence, found.rows, usable)
-    return found.rows, found.blocks[TierName.HOST], found.reason or MissReason.ABSENT
+    in_host = found.blocks[TierName.HOST]
+    readable = placement.readable(found.rows, in_host)
+    if readable < len(found.rows):
+        return found.rows[:readable], in_host, MissReason.OFF
+    return found.rows, in_host, found.reason or MissReason.ABSENT
 
 
 def count_lookup(

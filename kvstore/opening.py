@@ -134,7 +134,7 @@ def open_parts(
         undo.callback(host.close, keep=True)
         disk = None
         if home is not None and facts is not None:
-            disk = open_disk(config, facts, io, disks, catalogues)
+            disk = open_disk(config, facts, io, disks, clock, catalogues)
             undo.callback(disk.close)
             if home.facts() != facts:
                 home.write_facts(facts)
@@ -201,6 +201,7 @@ def open_disk(
     facts: StoreFacts,
     io: FileIo,
     disks: Executor,
+    clock: Clock,
     catalogues: Catalogues | None = None,
 ) -> DiskTier:
     """The disk tier over the store's paths: disk0 in the home, disk1.. in the other paths."""
@@ -218,6 +219,7 @@ def open_disk(
         threads=config.io_threads,
         direct=config.direct,
         other_bytes=OVERHEAD_BYTES + reserved_bytes(facts.disk_capacity_bytes),
+        monotonic=clock.monotonic,
         catalogues=catalogues,
     )
 

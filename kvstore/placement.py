@@ -25,6 +25,7 @@ from kvstore.rows import VERIFIED, Ints, Longs
 from kvstore.sequence import Sequence
 from kvstore.ticket import Leases
 from kvstore.tiers.base import MissReason, SaveDrop, TierName
+from kvstore.tiers.disk_outcomes import DiskState
 from kvstore.tiers.errors import StoreError
 from kvstore.tiers.failpoints import reach
 from kvstore.tiers.host import HostTier
@@ -64,6 +65,8 @@ class Placement:
         self.dirty: deque[Dirty] = deque()  # what write-back has to do, root first
         self.short_of_room = False  # somebody found no slot while there was something to write
         self.writes_fail = False  # the last group was not written
+        self._disk_state = DiskState.ON
+        counters.set("disk_state", 0)
         self.spaces: dict[int, SpaceFacts] = {}  # by their number in the index
         # By a space's number: up with every invalidation. What was found, or begun to be computed,
         # under another epoch is neither saved nor given out.
@@ -341,6 +344,26 @@ class Placement:
             self.counters.set(f"{name}_used_bytes", tier.used_bytes)
             self.counters.set(f"{name}_blocks", self.index.blocks(name))
         self.pins.settle()
+
+        self.note_disk_state()
+
+    def note_disk_state(self) -> None:
+        """Count when the disk became read-only or went off, and show what it is now."""
+        if self.disk is None:
+            return
+        state, before = self.disk.health.state, self._disk_state
+        self._disk_state = state
+        if state is not before:
+            self.counters.set("disk_state", list(DiskState).index(state))
+            if state is not DiskState.ON:
+                self.counters.add(f"disk_times.{state}")
+
+    def readable(self, rows: Ints, in_host: int) -> int:
+        """How many leading rows can be read now: from `in_host` on they lie on disk alone."""
+        if self.disk is None or self.disk.health.state is not DiskState.OFF:
+            return len(rows)
+        slots = self.index.slots(TierName.DISK, rows[in_host:])
+        return in_host + self.disk.readable(slots)
 
     def publish_reads(self, rows: Ints, slots: Longs, good: npt.NDArray[np.bool_]) -> None:
         """Blocks read from disk stay in host memory where their parent is; other slots go back."""

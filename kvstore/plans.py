@@ -45,3 +45,17 @@ class SavePlan:
     generations: npt.NDArray[np.uint64]
     present: int
     drop: SaveDrop | None
+
+
+@dataclass
+class Group:
+    """Rows, root first, that are being written. All are held, and so are their parents on disk."""
+
+    number: int
+    space: SpaceFacts
+    rows: Ints
+    host: Longs  # their slots in host memory: kept by the holds, also if a row is dropped meanwhile
+    parents: Ints
+    age: int  # of its oldest block: only older blocks give way to it
+    planned_bytes: int = 0  # of the daily budget
+    starved: bool = True  # no slot, and no block on disk whose slot it could ever take

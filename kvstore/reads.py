@@ -155,7 +155,7 @@ class Reads:
             # Whoever waits for this flight must hear of its end.
             LOG.exception("a read failed")
             flight.fault = MissReason.IO_ERROR
-        if flight.fault is not None:
+        if flight.fault not in {None, MissReason.OFF}:
             placement.drop_bad(flight.row, TierName.DISK)
 
     def _serve(self, flights: list[Flight]) -> None:

@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.config import Config
-from kvstore.eviction import Evictor
+from kvstore.disk_slots import GROUP_BLOCKS, NO_SLOTS, DiskSlots
 from kvstore.placement import Placement
-from kvstore.plans import Dirty, SpaceFacts
+from kvstore.plans import Dirty, Group
 from kvstore.rows import Ints, Longs
 from kvstore.tiers.base import TierName
 from kvstore.tiers.catalogue_row import Rows, rows_of
@@ -27,29 +27,11 @@ from kvstore.tiers.disk_outcomes import WriteFailed, WriteFault, Written
 from kvstore.tiers.failpoints import planted, reach
 
 LOG = logging.getLogger(__name__)
-GROUP_BLOCKS = 64
-RESERVE_BLOCKS = 3 * GROUP_BLOCKS  # One being written, one being committed, one to come.
-PROBE_BLOCKS = 8  # What may be evicted for a write while writes fail.
 WRITERS = 2
 CHECK_S = 0.25
-RETRY_S = 1.0
+RETRY_S = 0.25  # After a group that was not written; the disk's own back-off may be longer.
 FLUSH_FAILURES_MAX = 3  # After so many in a row a flush, or a stop, gives up the rest.
 START_AT = 0.5
-ROOM_TRIES = 4
-NO_SLOTS: Longs = np.zeros(0, np.int64)
-
-
-@dataclass
-class Group:
-    """Rows, root first, that are being written. All are held, and so are their parents on disk."""
-
-    number: int
-    space: SpaceFacts
-    rows: Ints
-    host: Longs  # their slots in host memory: kept by the holds, also if a row is dropped meanwhile
-    parents: Ints
-    age: int  # of its oldest block: only older blocks give way to it
-    planned_bytes: int = 0  # of the daily budget
 
 
 @dataclass
@@ -72,7 +54,7 @@ class Writer:
         self._placement = placement
         self._disk = placement.disk
         self._config = config
-        self._evict = Evictor(placement.index, TierName.DISK)
+        self._slots = DiskSlots(placement)
         self._flying: set[int] = set()  # rows of the groups under way
         self._groups = 0  # taken so far
         self._settled = 0  # finished so far; groups finish in the order they were taken
@@ -92,6 +74,7 @@ class Writer:
 
     def flush(self) -> None:
         """Wait until everything dirty now was written, or could not be."""
+        self._disk.health.retry_now()
         with self._changed:
             self._flushing += 1
             self._changed.notify_all()
@@ -105,6 +88,7 @@ class Writer:
 
     def close(self) -> None:
         """Write what is dirty and stop."""
+        self._disk.health.retry_now()
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -122,6 +106,7 @@ class Writer:
         Returns: whether there was one.
         """
         self._placement.pins.write_if_due()
+        self._tend()
         with self._changed:
             due = self._is_due()
             group = self._take() if due else None
@@ -135,6 +120,16 @@ class Writer:
         reach("writeback.take")
         self._write(group)
         return True
+
+    def _tend(self) -> None:
+        """Let the disk tier bring back what failed; blocks that it lost leave the index."""
+        placement = self._placement
+        if placement.started.is_set():
+            lost = self._disk.tend()
+            if len(lost):
+                with placement.lock:
+                    placement.drop_disk_slots(lost)
+            placement.note_disk_state()
 
     def _run(self) -> None:
         while self.step(CHECK_S) or not self._is_over():
@@ -156,6 +151,8 @@ class Writer:
         if self._closed or self._flushing:
             return True
         if placement.clock.monotonic() < self._retry_at or not placement.budget.ready():
+            return False
+        if not self._disk.health.takes_writes:
             return False
         if placement.short_of_room:
             placement.short_of_room = False
@@ -244,93 +241,20 @@ class Writer:
             placement.dirty.clear()
         return fit
 
-    # --- room
-
-    def _room(self, group: Group) -> Longs:
-        """Slots for as much of a group as has room. Blocks are evicted only for want of a slot."""
-        record, count = group.space.record, len(group.rows)
-        near = self._near(group)
-        slots = NO_SLOTS
-        for tries in range(ROOM_TRIES):
-            more = self._disk.reserve(
-                record.slot_bytes,
-                count - len(slots),
-                near=near,
-                block_tokens=record.block_tokens,
-            )
-            slots = np.concatenate([slots, more])
-            short = count - len(slots)
-            if short == 0 or (tries and len(slots)):
-                break
-            leaving = self._evict_for(group, short)
-            if not len(leaving) and not self._steal_segment(record.slot_bytes):
-                break
-            self._disk.remove(leaving)
-            if self._disk.flush_removals() is not None:
-                break
-        return slots
-
-    def _refill_reserve(self, group: Group) -> None:
-        """After a group was written: let colder blocks give way, so that the next finds slots.
-
-        Their removal rides on the next commit. Nothing is given up for a write that may fail.
-        """
-        slot_bytes = group.space.record.slot_bytes
-        if not self._disk.has_room(slot_bytes):
-            spare = self._disk.free(slot_bytes) + self._disk.removing()
-            if spare < RESERVE_BLOCKS:
-                self._disk.remove(self._evict_for(group, RESERVE_BLOCKS - spare))
-
-    def _near(self, group: Group) -> int | None:
-        """A slot of the group's chain, so that a chain stays on one device."""
-        if not len(group.parents):
-            return None
-        return int(self._placement.index.slots(TierName.DISK, group.parents[:1])[0])
-
-    def _evict_for(self, group: Group, count: int) -> Longs:
-        """Take colder blocks out of the index; their slots are still to be removed."""
-        placement = self._placement
-        with placement.lock:
-            index = placement.index
-            placement.expire_leases()
-            # Never more than a quarter of what is there at once: the write may fail yet.
-            count = min(count, max(1, index.blocks(TierName.DISK) // 4))
-            if placement.writes_fail:
-                count = min(count, PROBE_BLOCKS)
-            rows = self._evict.coldest(count, slot_bytes=group.space.record.slot_bytes)
-            rows = rows[index.rows.age[rows] < group.age]
-            left = index.clear(TierName.DISK, rows)
-            placement.counters.add("evicted_blocks.disk", len(left.rows))
-            reach("disk.evict")
-            return left.free_slots
-
-    def _steal_segment(self, slot_bytes: int) -> bool:
-        """Give the coldest segment of another slot size to this one."""
-        placement, slab = self._placement, self._disk.slab
-        with placement.lock:
-            segment = self._evict.coldest_segment(slab, slot_bytes)
-            if segment is None:
-                return False
-            first = segment * slab.slots_per_segment_max
-            end = first + slab.slots_per_segment_max
-            rows = placement.index.rows_in_slots(TierName.DISK, first, end)
-            left = placement.index.drop_subtree(rows, TierName.DISK)
-            placement.counters.add("evicted_blocks.disk", len(left.rows))
-            self._disk.remove(left.free_slots)
-        if self._disk.flush_removals() is not None:
-            return False
-        reach("disk.steal")
-        return self._disk.reassign(segment, slot_bytes)
-
     # --- writing
 
     def _write(self, group: Group) -> None:
         slots = NO_SLOTS
         outcome: Written | WriteFailed | None = None
         try:
-            slots = self._room(group)
+            if self._disk.health.takes_writes:
+                slots = self._slots.take(group)
+            else:
+                outcome = WriteFailed(WriteFault.IO_ERROR)
             if len(slots):
                 outcome = self._write_records(group, slots)
+            elif group.starved and self._disk.health.growth_fails:
+                outcome = WriteFailed(WriteFault.NO_SPACE)
         except Exception:
             # The groups after this one wait for its turn to end, and so do flush and close.
             LOG.exception("a group was not written")
@@ -344,7 +268,7 @@ class Writer:
                 self._settled += 1
             self._changed.notify_all()
         if isinstance(outcome, Written):
-            self._refill_reserve(group)
+            self._slots.refill_reserve(group)
 
     def _write_records(self, group: Group, slots: Longs) -> Written | WriteFailed:
         placement, record = self._placement, group.space.record
@@ -359,6 +283,9 @@ class Writer:
         """Publish a group that was written, or put it aside. Under the lock."""
         placement, rows = self._placement, group.rows[: len(slots)]
         placement.budget.settle(group.planned_bytes, self._disk.room.written_bytes)
+        if isinstance(outcome, Written) and self._disk.abandoned(slots):
+            self._disk.remove(slots)
+            outcome = WriteFailed(WriteFault.SYNC_FAILED)
         if isinstance(outcome, Written):
             reach("writeback.publish")
             placed = placement.index.place(TierName.DISK, rows, slots)

@@ -9,23 +9,21 @@ again. So at whatever instant the power goes, the catalogue names only whole rec
 numbered over all volumes: a segment's volume is its number modulo the number of volumes.
 """
 
-import errno
 import threading
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.tiers.catalogue import CommitFault
+from kvstore.tiers.catalogue_repair import reopen
 from kvstore.tiers.catalogue_row import Rows, place
-from kvstore.tiers.catalogue_tables import (
-    LABEL_BYTES_MAX,
-    LAYOUT_BYTES_MAX,
-    NAMESPACES_MAX,
-    Namespace,
-)
+from kvstore.tiers.catalogue_tables import NAMESPACES_MAX, Namespace
 from kvstore.tiers.catalogues import Catalogues
+from kvstore.tiers.disk_health import Health
 from kvstore.tiers.disk_outcomes import (
     NO_SLOTS,
     BadRun,
@@ -37,13 +35,17 @@ from kvstore.tiers.disk_outcomes import (
 )
 from kvstore.tiers.disk_room import Room
 from kvstore.tiers.disk_sizing import DiskSizing
-from kvstore.tiers.disk_start import Loaded, Namespaces, load_volumes, open_volumes
-from kvstore.tiers.failpoints import planted, reach
+from kvstore.tiers.disk_start import Loaded, load_volumes, open_volumes
+from kvstore.tiers.failpoints import reach
 from kvstore.tiers.group_write import GroupWriter, Piece, Submit, refuse_bad_group
+from kvstore.tiers.guard import Monotonic
+from kvstore.tiers.guarded_reads import GuardedReads
 from kvstore.tiers.io import FileIo
+from kvstore.tiers.namespaces import Namespaces, refuse_too_long
 from kvstore.tiers.record import HeaderFault
-from kvstore.tiers.record_read import RecordCheck, read_record
-from kvstore.tiers.unlisted import Unlisted
+from kvstore.tiers.record_read import RecordCheck
+from kvstore.tiers.removals import Removals
+from kvstore.tiers.upkeep import Upkeep
 from kvstore.tiers.volume import Volume
 
 
@@ -66,13 +68,15 @@ class DiskTier:
         threads: int = 8,
         direct: bool = True,
         other_bytes: int = 0,
+        monotonic: Monotonic = time.monotonic,
         catalogues: Catalogues | None = None,
     ) -> None:
         """Look at all paths, then make or open the volumes. Slow work is left to `load`.
 
         paths: the volumes' directories, always in the same order; only the last part may be
         missing. submit: runs a call on another thread, as an executor's does; without it one thread
-        does all. Raises ConfigError, StoreError or StoreBusyError, before anything was touched.
+        does all. monotonic: seconds, for back-offs. Raises ConfigError, StoreError or
+        StoreBusyError, before anything was touched.
         """
         self._opened = open_volumes(
             io,
@@ -81,7 +85,8 @@ class DiskTier:
             segment_bytes=segment_bytes,
             store_id=store_id,
             direct=direct,
-            released=self._release_removed,
+            released=self._removed,
+            monotonic=monotonic,
             catalogues=catalogues,
         )
         self.capacity_bytes = capacity_bytes
@@ -102,10 +107,15 @@ class DiskTier:
         self._lock = threading.RLock()
         self._loaded = False
         self._uncommitted: set[int] = set()
-        self._unlisted = Unlisted()
+        self._removals = Removals(self.slab, self._volumes, self._lock, self._uncommitted)
         self._names = Namespaces()
-        self.room = Room(self.slab, self._volumes)
-        self.sizing = DiskSizing(io, self.slab, self._volumes, self._lock, other_bytes)
+        self.health = Health(self._volumes, monotonic)
+        self.room = Room(self.slab, self._volumes, self._lock, self._uncommitted)
+        self.sizing = DiskSizing(
+            io, self.slab, self._volumes, self._lock, self.room.growing, other_bytes
+        )
+        self._reads = GuardedReads(io, self._files, self.slab, self._volumes, self._lock)
+        self._upkeep = self._make_upkeep()
 
     def load(self, void_below: Callable[[bytes], int] = lambda digest: 0) -> Loaded:
         """Read the catalogues, or rebuild damaged ones. Once, before anything is reserved.
@@ -127,12 +137,10 @@ class DiskTier:
 
         Returns: the number | None (NAMESPACES_MAX are in use).
         """
-        if len(layout) > LAYOUT_BYTES_MAX or len(label.encode()) > LABEL_BYTES_MAX:
-            raise ValueError(
-                f"a layout takes at most {LAYOUT_BYTES_MAX} bytes, a label {LABEL_BYTES_MAX}"
-            )
+        namespace = Namespace(digest, layout, label)
+        refuse_too_long(namespace)
         with self._lock:
-            return self._names.number(Namespace(digest, layout, label), NAMESPACES_MAX)
+            return self._names.number(namespace, NAMESPACES_MAX)
 
     def namespaces(self) -> dict[int, Namespace]:
         """All known namespaces by number."""
@@ -149,12 +157,10 @@ class DiskTier:
         near: a slot of the chain, whose device is preferred. block_tokens: of the rows to come. A
         slot ends in `write_group` or `cancel`. Fewer: remove blocks, `flush_removals`, ask again.
         """
-        with self._lock:
-            if not self._loaded or not self.slab.fits(slot_bytes):
-                return NO_SLOTS
-            taken = self.room.reserve(slot_bytes, count, near, block_tokens)
-            reach("disk.reuse")
-            self._uncommitted.update(taken.tolist())
+        if not self._loaded or not self.slab.fits(slot_bytes):
+            return NO_SLOTS
+        taken = self.room.reserve(slot_bytes, count, near, block_tokens)
+        reach("disk.reuse")
         return taken
 
     def cancel(self, slots: Slots) -> None:
@@ -168,34 +174,15 @@ class DiskTier:
 
         A slot that holds no committed block, or is being removed already, is passed over.
         """
-        with self._lock:
-            held = slots[self.slab.is_occupied(slots)].tolist()
-            chosen = [slot for slot in held if slot not in self._uncommitted]
-            chosen, free = self._unlisted.end(chosen)
-            self.slab.release(np.array(free, np.int64))
-        if planted("reuse_before_commit"):
-            self.slab.release(np.array(chosen, np.int64))
-        self._remove_rows(chosen)
+        self._removals.remove(slots)
 
     def unlist(self, slots: Slots) -> None:
         """Remove the rows of blocks with the next commit; the slots stay taken until `remove`."""
-        with self._lock:
-            self._unlisted.add(slots.tolist())
-        self._remove_rows(slots.tolist())
-
-    def _remove_rows(self, chosen: list[int]) -> None:
-        owners = self._volumes_of(np.array(chosen, np.int64)).tolist()
-        for number, volume in enumerate(self._volumes):
-            own = [slot for slot, owner in zip(chosen, owners, strict=True) if owner == number]
-            if own:
-                volume.journal.remove(own)
+        self._removals.unlist(slots)
 
     def flush_removals(self) -> WriteFault | None:
         """Commit all pending removals. Returns: None | CATALOGUE_FULL | CATALOGUE_DEVICE."""
-        faults = [
-            volume.journal.commit(None) for volume in self._volumes if volume.journal.removing()
-        ]
-        return next((WriteFault(fault) for fault in faults if fault is not None), None)
+        return self._removals.flush()
 
     def removing(self) -> int:
         """How many slots wait for the commit of their removal."""
@@ -216,8 +203,7 @@ class DiskTier:
 
         Returns: whether it could; False also while a block of it is left.
         """
-        with self._lock:
-            return self.slab.fits(slot_bytes) and self.room.reassign(segment, slot_bytes)
+        return self.slab.fits(slot_bytes) and self.room.reassign(segment, slot_bytes)
 
     # --- bytes
 
@@ -239,16 +225,17 @@ class DiskTier:
         self.remove(remove)
         place(rows, slots, slot_bytes, self.per)
         reach("disk.write")
-        failed = self._writer.write(self._pieces(slots, records))
-        if failed is not None:
+        with self.health.writing():
+            failed = self._writer.write(self._pieces(slots, records))
+            if failed is None:
+                reach("disk.synced")
+                return self._commit(slots, rows, slot_bytes, remove)
             self.cancel(slots)
-            if failed.reason is WriteFault.SYNC_FAILED:
-                self.remove(failed.abandoned)
-                for number in np.unique(self._volumes_of(slots)).tolist():
-                    self._volumes[number].journal.commit(None)
+            for number in np.unique(self._volumes_of(slots)).tolist():
+                self._volumes[number].writes.failure()
+                if failed.reason is WriteFault.SYNC_FAILED:
+                    self._volumes[number].commit(None)  # That segments are abandoned.
             return failed
-        reach("disk.synced")
-        return self._commit(slots, rows, slot_bytes, remove)
 
     def read_into(self, slot: int, buffer: memoryview) -> IoFault | None:
         """Read a record, or its first part, into page-aligned memory: one call to the device.
@@ -258,16 +245,7 @@ class DiskTier:
 
         Returns: None | IoFault.
         """
-        fault = None
-        for _ in range(2):
-            try:
-                with self._files.use(self._segment_of(slot)) as fd:
-                    if self._io.pread(fd, buffer, self.slab.offset_of(slot)) == len(buffer):
-                        return None
-                return IoFault(0, "the segment file is too short")
-            except OSError as error:
-                fault = _io_fault(error)
-        return fault
+        return self._reads.read_into(slot, buffer)
 
     def read_record(
         self, slot: int, buffer: memoryview, check: RecordCheck
@@ -276,11 +254,15 @@ class DiskTier:
 
         Returns: None | IoFault | HeaderFault | BadRun.
         """
-        try:
-            with self._files.use(self._segment_of(slot)) as fd:
-                return read_record(self._io, fd, self.slab.offset_of(slot), buffer, check)
-        except OSError as error:
-            return _io_fault(error)
+        return self._reads.read_record(slot, buffer, check)
+
+    def readable(self, slots: Slots) -> int:
+        """How many leading slots lie in volumes that are not off."""
+        return self._reads.readable(slots)
+
+    def tend(self) -> Slots:
+        """Bring failed devices back where due; waits for them. Returns: slots of lost blocks."""
+        return self._upkeep.run() if self._loaded else NO_SLOTS
 
     # --- sums and end
 
@@ -318,17 +300,31 @@ class DiskTier:
 
     # --- inside
 
+    def _make_upkeep(self) -> Upkeep:
+        reopen_catalogue = partial(
+            reopen,
+            io=self._io,
+            slab=self.slab,
+            names=self._names,
+            lock=self._lock,
+            uncommitted=self._uncommitted,
+            unlisted=self._removals.unlisted,
+        )
+        return Upkeep(
+            self._volumes,
+            self.slab,
+            self._files,
+            self.room,
+            self._reads,
+            lock=self._lock,
+            reopen_catalogue=reopen_catalogue,
+        )
+
     def _volume_of(self, segment: int) -> Volume:
         return self._volumes[segment % len(self._volumes)]
 
     def _volumes_of(self, slots: Slots) -> npt.NDArray[np.int64]:
         return self.slab.segments_of(slots) % len(self._volumes)
-
-    def _segment_of(self, slot: int) -> int:
-        segment = slot // self.per
-        if segment not in self._volume_of(segment).segments:
-            raise FileNotFoundError(errno.ENOENT, "the slot lies in no segment")
-        return segment
 
     def _pieces(self, slots: Slots, records: Sequence[memoryview]) -> list[Piece]:
         segments = self.slab.segments_of(slots).tolist()
@@ -338,11 +334,14 @@ class DiskTier:
             for segment, offset, record in zip(segments, offsets, records, strict=True)
         ]
 
-    def _release_removed(self, slots: list[int]) -> None:
-        reach("disk.free")
-        if not planted("reuse_before_commit"):
-            with self._lock:
-                self.slab.release(np.array(self._unlisted.committed(slots), np.int64))
+    def abandoned(self, slots: Slots) -> bool:
+        """Whether a segment of these slots was abandoned."""
+        segments = np.unique(self.slab.segments_of(slots)).tolist()
+        with self._lock:
+            return any(self.slab.is_quarantined(segment) for segment in segments)
+
+    def _removed(self, slots: list[int]) -> None:
+        self._removals.committed(slots)
 
     def _abandon(self, segment: int) -> list[int]:
         """Quarantine a segment. Returns: the slots of its committed blocks."""
@@ -364,15 +363,20 @@ class DiskTier:
             volume = self._volumes[number]
             for name in names & self._names.by_number.keys():
                 volume.journal.set_namespace(name, self._names.by_number[name])
-            fault = volume.journal.commit(rows[volumes == number])
+            fault = volume.commit(rows[volumes == number])
             if fault is not None:
                 return self._undo(slots, volumes, done, number, fault)
             done.append(number)
         with self._lock:
             self._uncommitted.difference_update(slots.tolist())
+        for number in done:
+            self._volumes[number].writes.success()
         # Of volumes that got nothing of this group: no commit to ride on.
         for number in set(self._volumes_of(remove).tolist()) - set(done):
-            self._volumes[number].journal.commit(None)
+            self._volumes[number].commit(None)
+        if self.abandoned(slots):  # By another group's sync, which did not know of these blocks.
+            self.remove(slots)
+            return WriteFailed(WriteFault.SYNC_FAILED)
         return Written(len(slots), len(slots) * slot_bytes)
 
     def _undo(
@@ -385,16 +389,12 @@ class DiskTier:
     ) -> WriteFailed:
         """Take back a group whose commit failed in one volume and was made in others."""
         committed = np.isin(volumes, done)
-        # Whether rows reached a device that failed is unknown: their slots are never used again.
+        # Whether rows reached a device that failed is unknown: their slots are free when a later
+        # commit says that there is no such row.
         unknown = (volumes == failed) & (fault is CommitFault.DEVICE)
         with self._lock:
-            if fault is CommitFault.DEVICE:
-                self._volumes[failed].writable = False
             self._uncommitted.difference_update(slots.tolist())
             self.slab.release(slots[~committed & ~unknown])
-        self.remove(slots[committed])
+        self.remove(slots[committed | unknown])
+        self._volumes[failed].writes.failure()
         return WriteFailed(WriteFault(fault))
-
-
-def _io_fault(error: OSError) -> IoFault:
-    return IoFault(error.errno or errno.EIO, error.strerror or str(error))

@@ -20,6 +20,14 @@ class WriteFault(StrEnum):
     CATALOGUE_DEVICE = "catalogue_device"  # the catalogue's device failed; its volume is read-only
 
 
+class DiskState(StrEnum):
+    """What the tier does now; of several volumes, what the worst of them does."""
+
+    ON = "on"
+    READ_ONLY = "read_only"  # writes fail; what is there is served
+    OFF = "off"  # reads fail: nothing of it is served, and nothing of it is dropped
+
+
 @dataclass(frozen=True, slots=True)
 class Written:
     """A group is on disk, and its removals are done. Sizes in bytes, padding included."""
@@ -32,8 +40,8 @@ class Written:
 class WriteFailed:
     """Nothing of the group is on disk; its slots were given back.
 
-    abandoned: int64 slots of blocks that were on disk before and are no longer served, because
-    their segment was abandoned. Drop them from the index; the tier has removed their rows.
+    abandoned: int64 slots of blocks that were on disk before and are no longer safe, because their
+    segment was abandoned. Drop them from the index, and `remove` each when nobody reads it.
     """
 
     reason: WriteFault
@@ -42,10 +50,15 @@ class WriteFailed:
 
 @dataclass(frozen=True, slots=True)
 class IoFault:
-    """A read that did not deliver. errno is 0 where the file ended too early."""
+    """A read that did not deliver. errno is 0 where the file ended too early.
+
+    device: the device is to blame, or was not asked because it is off: nothing is known of the
+    block, so nothing is to be dropped.
+    """
 
     errno: int
     text: str
+    device: bool = False
 
 
 @dataclass(frozen=True, slots=True)

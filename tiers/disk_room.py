@@ -1,7 +1,10 @@
 """Where new blocks go on disk: which volume, which segment, and when a segment is added.
 
-The tier's lock guards every call.
+Files are made under a lock of their own, never under the tier's: whoever only counts or frees
+slots does not wait for a device.
 """
+
+import threading
 
 import numpy as np
 
@@ -11,11 +14,20 @@ from kvstore.tiers.volume import Volume
 
 
 class Room:
-    """The free slots of a slab over volumes: segment s belongs to volume s modulo their number."""
+    """The free slots of a slab over volumes: segment s belongs to volume s modulo their number.
 
-    def __init__(self, slab: Slab, volumes: list[Volume]) -> None:
+    lock: the tier's, for the slab. reserved: the tier's set of slots that are given out but hold no
+    block yet. growing: held by whoever makes, changes or removes a segment; taken before `lock`.
+    """
+
+    def __init__(
+        self, slab: Slab, volumes: list[Volume], lock: threading.RLock, reserved: set[int]
+    ) -> None:
+        self.growing = threading.Lock()
         self._slab = slab
         self._volumes = volumes
+        self._lock = lock
+        self._reserved = reserved
         self.record_bytes = 0  # handed to the devices, failed writes included
         owners = np.arange(slab.segments_max) % len(volumes)
         self._masks = owners == np.arange(len(volumes))[:, None]
@@ -38,43 +50,64 @@ class Room:
     def has_room(self, slot_bytes: int) -> bool:
         """Whether another segment could be added for a class."""
         return self._slab.fits(slot_bytes) and any(
-            self._slab.unassigned(mask) > 0 and volume.writable and volume.has_room(slot_bytes)
+            self._slab.unassigned(mask) > 0 and self._may_grow(volume, slot_bytes)
             for mask, volume in zip(self._masks, self._volumes, strict=True)
         )
 
     def reassign(self, segment: int, slot_bytes: int) -> bool:
         """Give a segment without blocks to another class. Returns: whether it could."""
         slab = self._slab
-        if slab.is_quarantined(segment) or not slab.class_of(segment):
-            return False
-        if len(slab.slots_of(segment)):
-            return False
-        if not self._volumes[segment % len(self._volumes)].change_class(segment, slot_bytes):
-            return False
-        slab.reassign(segment, slot_bytes)
-        return True
+        with self.growing:
+            with self._lock:
+                out = slab.is_quarantined(segment) or slab.is_retiring(segment)
+                if out or not slab.class_of(segment) or len(slab.slots_of(segment)):
+                    return False
+                slab.retire(segment)  # So that nobody is given a slot of it meanwhile.
+            changed = self._volumes[segment % len(self._volumes)].change_class(segment, slot_bytes)
+            with self._lock:
+                slab.keep(segment)
+                if changed:
+                    slab.reassign(segment, slot_bytes)
+        return changed
 
     def _in_order(self, near: int | None) -> list[int]:
         """The volumes that can be written, in the order in which to look for slots."""
         usable = [number for number, volume in enumerate(self._volumes) if volume.writable]
-        usable.sort(key=lambda number: -self._slab.unassigned(self._masks[number]))
+        with self._lock:
+            usable.sort(key=lambda number: -self._slab.unassigned(self._masks[number]))
         if near is not None:
             home = self._slab.segment_of(near) % len(self._volumes)
             usable.sort(key=lambda number: number != home)
         return usable
 
     def _reserve_in(self, number: int, slot_bytes: int, count: int, block_tokens: int) -> Slots:
-        slab, volume, mask = self._slab, self._volumes[number], self._masks[number]
-        if not volume.room_for_rows(slot_bytes, block_tokens):
-            return NO_SLOTS
-        taken = slab.reserve(slot_bytes, count, mask)
-        while len(taken) < count and volume.has_room(slot_bytes):
-            segment = slab.assign(slot_bytes, mask)
-            if segment is None:
-                break
-            if not volume.add_segment(segment, slot_bytes):
-                slab.unassign(segment)
-                break
-            more = slab.reserve(slot_bytes, count - len(taken), mask)
-            taken = np.concatenate([taken, more])
+        volume, mask = self._volumes[number], self._masks[number]
+        taken = NO_SLOTS
+        if volume.knows_rows(slot_bytes, block_tokens):
+            taken = self._take(slot_bytes, count, number)
+            if len(taken) == count:
+                return taken
+        with self.growing:
+            if not volume.room_for_rows(slot_bytes, block_tokens):
+                return taken
+            while True:
+                more = self._take(slot_bytes, count - len(taken), number)
+                taken = np.concatenate([taken, more])
+                if len(taken) == count or not self._may_grow(volume, slot_bytes):
+                    return taken
+                with self._lock:
+                    segment = self._slab.next_unassigned(mask)
+                if segment is None or not volume.add_segment(segment, slot_bytes):
+                    return taken
+                with self._lock:
+                    self._slab.assign(slot_bytes, mask)
+
+    def _take(self, slot_bytes: int, count: int, number: int) -> Slots:
+        with self._lock:
+            taken = self._slab.reserve(slot_bytes, count, self._masks[number])
+            self._reserved.update(taken.tolist())
         return taken
+
+    @staticmethod
+    def _may_grow(volume: Volume, slot_bytes: int) -> bool:
+        return volume.writable and volume.growth.allows() and volume.has_room(slot_bytes)

@@ -33,12 +33,15 @@ class DiskSizing:
         slab: Slab,
         volumes: Sequence[Volume],
         lock: threading.RLock,
+        growing: threading.Lock,
         other_bytes: int,
     ) -> None:
+        """lock: the tier's. growing: held by whoever changes segments; taken before `lock`."""
         self._io = io
         self._slab = slab
         self._volumes = volumes
         self._lock = lock
+        self._growing = growing
         self._other_bytes = other_bytes
 
     def share_bytes(self, capacity_bytes: int) -> int:
@@ -80,7 +83,7 @@ class DiskSizing:
 
         Its catalogue's file is cut first.
         """
-        with self._lock:
+        with self._growing:
             for number, volume in enumerate(self._volumes):
                 if volume.need_bytes({}) > share_bytes and volume.catalogue is not None:
                     volume.catalogue_bytes = volume.catalogue.shrink(volume.map_bytes({}))
@@ -97,12 +100,12 @@ class DiskSizing:
 
     def retire(self, segment: int) -> None:
         """Give out no more slots of a segment."""
-        with self._lock:
+        with self._growing, self._lock:
             self._slab.retire(segment)
 
     def keep(self, segment: int) -> None:
         """A segment that did not get empty goes on."""
-        with self._lock:
+        with self._growing, self._lock:
             if self._slab.is_retiring(segment):
                 self._slab.keep(segment)
 
@@ -111,16 +114,18 @@ class DiskSizing:
 
         Returns: True | False, while a slot of it is taken, or its device fails.
         """
-        with self._lock:
-            if not self._slab.is_retiring(segment) or len(self._slab.slots_of(segment)):
-                return False
+        with self._growing:
+            with self._lock:
+                if not self._slab.is_retiring(segment) or len(self._slab.slots_of(segment)):
+                    return False
             volume = self._volumes[segment % len(self._volumes)]
             reach("resize.drop")
             try:
                 volume.remove_segment(segment)
             except OSError:
                 return False
-            self._slab.unassign(segment)
+            with self._lock:
+                self._slab.unassign(segment)
             volume.journal.set_segment(segment, 0, SegmentState.USABLE)
             reach("resize.dropped")
             return True

@@ -7,13 +7,14 @@ damaged             a new one is made from the headers in the segments
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.tiers.catalogue import Change
+from kvstore.tiers.catalogue_repair import scan_volume
 from kvstore.tiers.catalogue_row import Rows, keys_of, slots_of_rows
 from kvstore.tiers.catalogue_tables import (
     NAMESPACES_MAX,
@@ -25,16 +26,17 @@ from kvstore.tiers.catalogue_tables import (
 from kvstore.tiers.catalogues import Catalogues, OwnedCatalogue
 from kvstore.tiers.errors import ConfigError, StoreError
 from kvstore.tiers.failpoints import reach
+from kvstore.tiers.guard import Monotonic
 from kvstore.tiers.io import FileIo
+from kvstore.tiers.namespaces import Namespaces
 from kvstore.tiers.open_files import OpenFiles
-from kvstore.tiers.rebuild import newest, scan_segment
 from kvstore.tiers.rebuild_mark import has_rebuild_mark, make_rebuild_mark, remove_rebuild_mark
 from kvstore.tiers.record import ALIGN
 from kvstore.tiers.segment import HEADER_BYTES, STORE_ID_BYTES, FileHeader
 from kvstore.tiers.slab import Slab
 from kvstore.tiers.survey import Survey, refuse_no_room, survey
 from kvstore.tiers.volume import Volume
-from kvstore.tiers.volume_cost import refuse_too_small
+from kvstore.tiers.volume_cost import refuse_over_budget, refuse_too_small
 
 SEGMENTS_MAX = 4096  # A start reads the header of each, and sums go over all of them.
 VOLUMES_MAX = 64
@@ -52,42 +54,6 @@ class Loaded:
     rows: dict[int, Rows]
     rebuilt: tuple[int, ...]
     damaged: int
-
-
-@dataclass
-class Namespaces:
-    """The namespaces of a tier, one number each for all volumes. The tier's lock guards it."""
-
-    by_number: dict[int, Namespace] = field(default_factory=dict)
-    by_digest: dict[bytes, int] = field(default_factory=dict)
-
-    def number(self, namespace: Namespace, limit: int) -> int | None:
-        """The number of a namespace, a new one if needed; None beyond `limit` namespaces."""
-        number = self.by_digest.get(namespace.digest)
-        if number is None:
-            if len(self.by_number) >= limit:
-                return None
-            number = max(self.by_number, default=0) + 1
-            if number > limit:  # A damaged table has holes.
-                number = min(set(range(1, limit + 1)) - self.by_number.keys())
-        elif not namespace.layout or self.by_number[number] == namespace:
-            return number
-        self.by_number[number] = namespace
-        self.by_digest[namespace.digest] = number
-        return number
-
-    def merge(self, found: dict[int, Namespace]) -> bool:
-        """Take over a volume's table. Returns: False if it contradicts what is known."""
-        for number, namespace in found.items():
-            known = self.by_number.get(number)
-            if known is not None and known.digest != namespace.digest:
-                return False
-            if self.by_digest.get(namespace.digest, number) != number:
-                return False
-        for number, namespace in found.items():
-            self.by_number[number] = namespace
-            self.by_digest[namespace.digest] = number
-        return True
 
 
 @dataclass(frozen=True)
@@ -111,6 +77,7 @@ def open_volumes(
     store_id: bytes,
     direct: bool,
     released: Callable[[list[int]], None],
+    monotonic: Monotonic,
     catalogues: Catalogues | None = None,
 ) -> Opened:
     """Look at all paths, and only if none is refused make or open the volumes.
@@ -143,6 +110,7 @@ def open_volumes(
             released=released,
             catalogues=catalogues,
             files=files,
+            monotonic=monotonic,
         )
         for path, identity in zip(paths, identities, strict=True)
     ]
@@ -150,7 +118,9 @@ def open_volumes(
     try:
         for volume, one in zip(volumes, found, strict=True):
             headers.append(volume.open_files(one))
-            volume.refuse_over_budget(headers[-1], one)
+            refuse_over_budget(
+                volume.path, share, segment_bytes, headers[-1].values(), one.catalogue_bytes
+            )
     except BaseException:
         for volume in volumes:
             volume.close()
@@ -307,33 +277,11 @@ def _rebuild(
     for segment in sorted(volume.segments):
         if segment not in volume.classes or not slab.fits(volume.classes[segment]):
             volume.remove_segment(segment)
-    per = slab.slots_per_segment_max
-    groups: list[Rows] = []
-    for segment, slot_bytes in sorted(volume.classes.items()):
-        slots = slab.slots_in_segment(slot_bytes)
-        with volume.files.use(segment) as fd:
-            groups += scan_segment(
-                io,
-                fd,
-                segment=segment,
-                slot_bytes=slot_bytes,
-                slots=slots,
-                per=per,
-                namespace_number=number_of,
-                void_below=void_below,
-            )
-    kept, _ = newest(groups, per)
-    merged: dict[int, list[Rows]] = {}
-    for rows in kept:
-        merged.setdefault(rows.dtype["tokens"].shape[0], []).append(rows)
-        slot_bytes = int(rows["slot_pages"][0]) * ALIGN
-        tokens = rows.dtype["tokens"].shape[0]
-        volume.row_tokens[slot_bytes] = max(volume.row_tokens.get(slot_bytes, 0), tokens)
+    whole = scan_volume(io, volume, slab, volume.classes, number_of, void_below)
     reach("start.rebuild")
-    if merged:
+    if whole:
         make_rebuild_mark(io, volume.path)
     catalogue = volume.open_catalogue(fresh=True)
-    whole = [np.concatenate(parts) for parts in merged.values()]
     used = {int(n) for rows in whole for n in np.unique(rows["namespace"])}
     change = Change(
         whole,

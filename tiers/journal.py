@@ -42,8 +42,14 @@ class Journal:
 
     def open(self, catalogue: OwnedCatalogue) -> None:
         """Commit to this catalogue from now on."""
-        self._catalogue = catalogue
-        self.namespaces = catalogue.namespaces()
+        with self._commit_lock:
+            self._catalogue = catalogue
+            self.namespaces = catalogue.namespaces()
+
+    def detach(self) -> None:
+        """Until `open` every commit gives DEVICE. Waits for the commit under way."""
+        with self._commit_lock:
+            self._catalogue = None
 
     def remove(self, slots: list[int]) -> None:
         """Let the removal of these slots' rows ride on the next commit."""

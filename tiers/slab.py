@@ -88,6 +88,12 @@ class Slab:
         """How many segments belong to no class yet."""
         return len(self._unassigned(among))
 
+    def next_unassigned(self, among: SegmentMask | None = None) -> int | None:
+        """The segment that `assign` would give, or None."""
+        left = self._unassigned(among)
+        full = not len(left) or len(self.assigned()) >= self.segments_limit
+        return None if full else int(left[0])
+
     def assign(self, slot_bytes: int, among: SegmentMask | None = None) -> int | None:
         """Give the lowest unassigned segment to a class.
 
@@ -96,11 +102,9 @@ class Slab:
         Returns: the segment, or None when none is left, or the limit is reached.
         """
         self._refuse_misfit(slot_bytes)
-        left = self._unassigned(among)
-        if not len(left) or len(self.assigned()) >= self.segments_limit:
-            return None
-        segment = int(left[0])
-        self._give(segment, slot_bytes)
+        segment = self.next_unassigned(among)
+        if segment is not None:
+            self._give(segment, slot_bytes)
         return segment
 
     def reassign(self, segment: int, slot_bytes: int) -> None:
@@ -139,6 +143,18 @@ class Slab:
         self._retiring[segment] = False
         self._free[segment] = np.count_nonzero(self._map(segment))
         self._lower(segment)
+
+    def reclaim(self, segment: int) -> None:
+        """Take a quarantined segment without occupied slots back, as if never assigned."""
+        if not self.is_quarantined(segment) or self._occupied[segment]:
+            raise ValueError(f"segment {segment} is not quarantined, or holds occupied slots")
+        self._quarantined[segment] = False
+        self._slot_bytes[segment] = self._free[segment] = 0
+        self._maps[segment] = None
+
+    def quarantined(self) -> npt.NDArray[np.int64]:
+        """The abandoned segments, ascending: int64 [n]."""
+        return np.flatnonzero(self._quarantined)
 
     # --- slots
 

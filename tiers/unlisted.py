@@ -15,6 +15,10 @@ class Unlisted:
         """The rows of these slots are about to be removed; the slots stay taken."""
         self._row_gone.update(dict.fromkeys(slots, False))
 
+    def slots(self) -> set[int]:
+        """All of them."""
+        return set(self._row_gone)
+
     def end(self, slots: list[int]) -> tuple[list[int], list[int]]:
         """Nobody reads these slots any more; other slots are among them.
 

@@ -12,28 +12,26 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from kvstore.tiers.catalogue import BASE_BYTES
+from kvstore.tiers.catalogue import CommitFault
 from kvstore.tiers.catalogue import map_bytes as catalogue_bytes
-from kvstore.tiers.catalogue_row import worst_row_bytes
+from kvstore.tiers.catalogue_row import Rows, worst_row_bytes
 from kvstore.tiers.catalogue_tables import Identity, SegmentState
 from kvstore.tiers.catalogues import Catalogues, LmdbCatalogues, OwnedCatalogue
 from kvstore.tiers.clean_mark import take_mark, write_mark
-from kvstore.tiers.errors import ConfigError, StoreBusyError, StoreError
+from kvstore.tiers.errors import StoreBusyError, StoreError
 from kvstore.tiers.failpoints import reach
-from kvstore.tiers.io import FileIo, aligned_buffer, open_own_directory, sync_directory
+from kvstore.tiers.guard import Monotonic, growth_guard, read_guard, write_guard
+from kvstore.tiers.io import FileIo, open_own_directory, sync_directory
 from kvstore.tiers.journal import Journal
 from kvstore.tiers.open_files import OpenFiles
 from kvstore.tiers.segment import (
     HEADER_BYTES,
-    SEGMENT_MAGIC,
     VOLUME_FILE,
     VOLUME_MAGIC,
     FileHeader,
-    FileHeaderFault,
-    has_checksum,
-    parse_header,
     segment_name,
 )
+from kvstore.tiers.segment_header import read_segment_header, write_segment_header
 from kvstore.tiers.survey import CATALOGUE_DIRECTORY, CLEAN_FILE, Survey, catalogue_files
 from kvstore.tiers.volume_cost import (
     FIXED_BYTES,
@@ -62,12 +60,11 @@ class Volume:
         direct: bool,
         released: Callable[[list[int]], None],
         files: OpenFiles,
+        monotonic: Monotonic,
         catalogues: Catalogues | None = None,
     ) -> None:
         """per: slots_per_segment_max. released: called with slots whose removal was committed.
-
-        files: of all volumes; they open what they need by `open_segment`.
-        """
+        files: of all volumes, which open what they need by `open_segment`. monotonic: the time."""
         self.catalogues = catalogues or LmdbCatalogues()
         self.path = path
         self.identity = identity
@@ -78,13 +75,22 @@ class Volume:
         self.classes: dict[int, int] = {}  # segment -> slot_bytes
         self.row_tokens: dict[int, int] = {}  # slot_bytes -> the most block_tokens of its rows
         self.catalogue: OwnedCatalogue | None = None
-        self.writable = True  # Until the catalogue's device fails.
+        self.catalogue_failed = False  # Its device did, and it was not opened anew since.
+        self.writes = write_guard(monotonic)
+        self.growth = growth_guard(monotonic)
+        self.reads = read_guard(monotonic)
         self._header_bytes = 0  # written so far
         self.catalogue_bytes = 0  # of its file
+        self._earlier_bytes = 0  # written to catalogues that were replaced
         self._io = io
         self._directory = -1
         self._header_fd = -1
         self.journal = Journal(per, released)
+
+    @property
+    def writable(self) -> bool:
+        """Whether blocks may be written now, be it as a probe."""
+        return not self.catalogue_failed and self.writes.allows()
 
     # --- start and end
 
@@ -99,7 +105,8 @@ class Volume:
             headers: dict[int, FileHeader] = {}
             for segment in found.segments:
                 self.segments.add(segment)
-                header = self._read_segment_header(segment)
+                with self.files.use(segment) as fd:
+                    header = read_segment_header(self._io, fd, self.identity, segment, self.path)
                 if header is not None:
                     headers[segment] = header
             self.write_own_header(self.budget_bytes)
@@ -108,18 +115,6 @@ class Volume:
                 f"{self.path} cannot be opened: {error.strerror}; check that device"
             ) from None
         return headers
-
-    def refuse_over_budget(self, headers: dict[int, FileHeader], found: Survey) -> None:
-        """Raise ConfigError if what is there already takes more than the budget."""
-        size = self.identity.segment_bytes
-        classes = [header.slot_bytes or 8192 for header in headers.values()]
-        need = FIXED_BYTES + sum(segment_cost(size, slot_bytes) for slot_bytes in classes)
-        need += max(found.catalogue_bytes, BASE_BYTES)
-        if need > self.budget_bytes:
-            raise ConfigError(
-                f"{self.path} takes {need} bytes already and its share of the disk capacity is "
-                f"{self.budget_bytes}; raise disk_capacity, or remove the directory to start anew"
-            )
 
     def take_clean_mark(self) -> bool:
         """Whether the catalogue is as a clean stop left it; the mark is removed."""
@@ -141,6 +136,12 @@ class Volume:
 
         keep_bytes: what its file has already; the map is at least as large.
         """
+        catalogue = self.make_catalogue(fresh=fresh, keep_bytes=keep_bytes)
+        self.use_catalogue(catalogue)
+        return catalogue
+
+    def make_catalogue(self, *, fresh: bool, keep_bytes: int = 0) -> OwnedCatalogue:
+        """As open_catalogue, but nothing is committed to it yet. Raises StoreError or OSError."""
         data, lock = catalogue_files(self.path)
         fd = open_own_directory(self._io, self.path / CATALOGUE_DIRECTORY, "catalogue directory")
         self._io.close(fd)
@@ -149,22 +150,39 @@ class Volume:
                 if self._io.exists(file):
                     self._io.unlink(file)
         size = max(self.map_bytes({}), keep_bytes // PAGE * PAGE)
-        catalogue = self.catalogues.own(
-            data.parent, self._io, identity=self.identity, size_bytes=size
-        )
-        self.catalogue = catalogue
+        own, identity = self.catalogues.own, self.identity
+        catalogue = own(data.parent, self._io, identity=identity, size_bytes=size)
         if fresh:
             sync_directory(self._io, data.parent)
         self.catalogue_bytes = size
         if catalogue.grow(size) is not None:
+            catalogue.close()
             raise StoreError(f"{self.path} has no room for its catalogue; free some space there")
-        self.journal.open(catalogue)
         return catalogue
 
+    def use_catalogue(self, catalogue: OwnedCatalogue) -> None:
+        """Commit to this catalogue from now on."""
+        if self.catalogue is not None:
+            self._earlier_bytes += self.catalogue.written_bytes
+        self.catalogue = catalogue
+        self.journal.open(catalogue)
+        self.catalogue_failed = False
+
+    def commit(self, rows: Rows | None) -> CommitFault | None:
+        """Commit rows, with all that is pending: see Journal.commit.
+
+        A device that fails makes the volume read-only until its catalogue was made anew.
+        """
+        fault = self.journal.commit(rows)
+        if fault is CommitFault.DEVICE:
+            self.catalogue_failed = True
+            self.writes.failure(final=True)
+        return fault
+
     def remove_segment(self, segment: int) -> None:
-        """Remove the file of a segment that holds no block. Raises OSError, and it is as before."""
-        self._io.unlink(segment_name(segment), directory=self._directory)
+        """Remove the file of a segment whose blocks nobody needs. Raises OSError."""
         self.files.forget(segment)
+        self._io.unlink(segment_name(segment), directory=self._directory)
         self.segments.discard(segment)
         self.classes.pop(segment, None)
 
@@ -206,14 +224,22 @@ class Volume:
                 self._io.truncate(fd, self.identity.segment_bytes)
                 self._io.allocate(fd, self.identity.segment_bytes)
 
+    def knows_rows(self, slot_bytes: int, block_tokens: int) -> bool:
+        """Whether the map has room for rows of so many tokens, for all slots of the class."""
+        return block_tokens <= self.row_tokens.get(slot_bytes, 0)
+
     def room_for_rows(self, slot_bytes: int, block_tokens: int) -> bool:
-        """Whether rows of so many tokens fit the map, for all slots of the class; grows the map."""
+        """As knows_rows; grows the map where it is too small."""
         known = self.row_tokens.get(slot_bytes, 0)
         if block_tokens <= known:
             return True
+        if not self.growth.allows():
+            return False
         self.row_tokens[slot_bytes] = block_tokens
-        if self.need_bytes({}) <= self.budget_bytes and self._grow_map({}):
-            return True
+        if self.need_bytes({}) <= self.budget_bytes:
+            if self._grow_map({}):
+                return True
+            self.growth.failure()
         self.row_tokens[slot_bytes] = known
         return False
 
@@ -223,13 +249,16 @@ class Volume:
 
     def add_segment(self, segment: int, slot_bytes: int) -> bool:
         """Make a segment file, with all its blocks. Returns: whether it could be made."""
-        new = {segment: slot_bytes}
-        if not self.has_room(slot_bytes) or not self._grow_map(new):
+        if not self.has_room(slot_bytes):
             return False
         try:
+            if not self._grow_map({segment: slot_bytes}):
+                raise OSError("the catalogue cannot grow")
             self._make_segment(segment, slot_bytes)
         except OSError:
+            self.growth.failure()
             return False
+        self.growth.success()
         reach("disk.add_segment")
         self._set_class(segment, slot_bytes)
         return True
@@ -275,7 +304,8 @@ class Volume:
     def written_bytes(self) -> int:
         """Bytes written to headers of segments and to the catalogue since this was opened."""
         catalogue = self.catalogue
-        return self._header_bytes + (catalogue.written_bytes if catalogue is not None else 0)
+        before = self._header_bytes + self._earlier_bytes
+        return before + (catalogue.written_bytes if catalogue is not None else 0)
 
     def need_bytes(self, new: dict[int, int]) -> int:
         """Bytes this may take at most, with `new` segments (or classes of some) beside it."""
@@ -351,38 +381,6 @@ class Volume:
         self._io.fdatasync(old)
         self._io.fsync(self._directory)
 
-    def _read_segment_header(self, segment: int) -> FileHeader | None:
-        buffer = aligned_buffer(HEADER_BYTES)
-        with self.files.use(segment) as fd:
-            if self._io.pread(fd, buffer, 0) != HEADER_BYTES:
-                return None
-        header = parse_header(bytes(buffer), SEGMENT_MAGIC)
-        if header is FileHeaderFault.VERSION and has_checksum(bytes(buffer)):
-            raise StoreError(
-                f"{self.path / segment_name(segment)} was written by another version of kvstore; "
-                "use that version, or give another directory"
-            )
-        if not isinstance(header, FileHeader) or header.segment != segment:
-            return None
-        found = Identity(header.store_id, header.volume, header.volumes, header.segment_bytes)
-        if found != self.identity:
-            raise StoreError(
-                f"{self.path / segment_name(segment)} belongs to another store; move it away"
-            )
-        return header
-
     def _write_segment_header(self, fd: int, segment: int, slot_bytes: int) -> None:
-        buffer = aligned_buffer(HEADER_BYTES)
-        header = FileHeader(
-            SEGMENT_MAGIC,
-            self.identity.store_id,
-            self.identity.volume,
-            self.identity.volumes,
-            self.identity.segment_bytes,
-            segment,
-            slot_bytes,
-        )
-        buffer[:] = header.pack()
         self._header_bytes += HEADER_BYTES
-        self._io.pwrite(fd, buffer, 0)
-        self._io.fdatasync(fd)
+        write_segment_header(self._io, fd, self.identity, segment, slot_bytes)

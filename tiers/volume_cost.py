@@ -1,11 +1,13 @@
 """What the parts of a volume take on its device at most, in bytes. Pure."""
 
-from kvstore.tiers.catalogue import LOCK_BYTES
-from kvstore.tiers.catalogue import map_bytes as catalogue_bytes
+from collections.abc import Iterable
+from pathlib import Path
+
+from kvstore.tiers.catalogue import BASE_BYTES, LOCK_BYTES, map_bytes
 from kvstore.tiers.catalogue_row import worst_row_bytes
 from kvstore.tiers.catalogue_tables import Namespace
 from kvstore.tiers.errors import ConfigError
-from kvstore.tiers.segment import HEADER_BYTES
+from kvstore.tiers.segment import HEADER_BYTES, FileHeader
 
 PAGE = 4096
 FIXED_BYTES = 8 * PAGE + LOCK_BYTES  # Two directories, volume, clean and their .new, with room.
@@ -31,9 +33,26 @@ def namespace_cost(namespace: Namespace) -> int:
 def refuse_too_small(budget_bytes: int, segment_bytes: int) -> None:
     """Raise ConfigError for a share of the capacity that holds no segment with its rows."""
     rows = (segment_bytes - HEADER_BYTES) // 8192 * worst_row_bytes(16) + SEGMENT_ROW_BYTES
-    least = FIXED_BYTES + segment_cost(segment_bytes, 8192) + catalogue_bytes(rows, PAGE)
+    least = FIXED_BYTES + segment_cost(segment_bytes, 8192) + map_bytes(rows, PAGE)
     if budget_bytes < least:
         raise ConfigError(
             f"each disk path needs at least {least} bytes for one segment of {segment_bytes}; "
             "raise disk_capacity or lower the segment size"
+        )
+
+
+def refuse_over_budget(
+    path: Path,
+    budget_bytes: int,
+    segment_bytes: int,
+    headers: Iterable[FileHeader],
+    catalogue_bytes: int,
+) -> None:
+    """Raise ConfigError if what is there already takes more than the budget."""
+    need = FIXED_BYTES + max(catalogue_bytes, BASE_BYTES)
+    need += sum(segment_cost(segment_bytes, header.slot_bytes or 8192) for header in headers)
+    if need > budget_bytes:
+        raise ConfigError(
+            f"{path} takes {need} bytes already and its share of the disk capacity is "
+            f"{budget_bytes}; raise disk_capacity, or remove the directory to start anew"
         )

@@ -5,6 +5,7 @@ from kvstore.cli.output import print_json, print_lines, print_table
 from kvstore.clock import Clock
 from kvstore.inspect import read_stats
 from kvstore.sizes import format_size
+from kvstore.tiers.disk_outcomes import DiskState
 from kvstore.write_budget import written_today_bytes
 
 
@@ -27,6 +28,9 @@ def stats(store: StoreOption, as_json: JsonOption = False) -> None:
         for name, tier in found.tiers.items()
     ]
     print_table("Tiers", ["tier", "used", "capacity", "blocks", "of tokens asked"], tiers)
+    disk = list(DiskState)[found.counters["disk_state"] % len(DiskState)]
+    if found.in_use and disk is not DiskState.ON:
+        print_lines(f"the disk is {disk.replace('_', '-')} now, because its device fails")
     print_lines(
         f"tokens asked: {found.tokens_asked}", f"tokens hit: {sum(found.tokens_hit.values())}"
     )

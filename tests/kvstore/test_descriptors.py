@@ -34,6 +34,7 @@ def use(store: Store, number: int, most: list[int]) -> None:
     for turn in range(TURNS):
         engine.save(prompt(BLOCKS * 4 + 1, 1000 * number + turn))
         if turn % 4 == 3:
+            store.flush()  # so that host memory has room for all that follows
             engine.ask(prompt(BLOCKS * 4 + 1, 1000 * number + turn // 2))
         most.append(len(os.listdir("/proc/self/fd")))
 

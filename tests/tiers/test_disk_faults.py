@@ -94,6 +94,8 @@ def test_a_segment_that_cannot_be_made_is_no_error(tmp_path: Path) -> None:
     assert len(rig.reserve(4)) == 0
     io.fail = lambda name: 0
     assert sorted(p.suffix for p in (tmp_path / "d").glob("*.seg")) == []
+    assert len(rig.reserve(4)) == 0  # It is not tried again at once.
+    rig.tier.health.retry_now()
     assert isinstance(rig.write(range(4))[1], Written)
     rig.tier.close()
 
@@ -108,7 +110,7 @@ def test_a_read_is_tried_twice_and_then_a_fault(tmp_path: Path) -> None:
     assert rig.tier.read_into(slot, buffer) is None
     assert buffer == block(1).record
     io.fail = lambda name: errno.EIO
-    assert rig.tier.read_into(slot, buffer) == IoFault(errno.EIO, "EIO")
+    assert rig.tier.read_into(slot, buffer) == IoFault(errno.EIO, "EIO", device=True)
     fault = rig.tier.read_record(slot, buffer, RecordCheck(SMALL))
     assert isinstance(fault, IoFault) and fault.errno == errno.EIO
     io.fail = lambda name: 0

@@ -10,10 +10,10 @@ import pytest
 from kvstore.tiers.catalogue_row import slots_of_rows
 from kvstore.tiers.catalogue_tables import NAMESPACES_MAX, Namespace, parse_namespaces
 from kvstore.tiers.disk_outcomes import Written
-from kvstore.tiers.disk_start import Namespaces
 from kvstore.tiers.errors import StoreError
 from kvstore.tiers.failpoints import armed
 from kvstore.tiers.io import FileIo
+from kvstore.tiers.namespaces import Namespaces
 from kvstore.tiers.rebuild import newest, scan_segment
 from kvstore.tiers.record import RecordFormat
 from kvstore.tiers.walk import walk
