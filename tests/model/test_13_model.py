@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.model_run import KINDS, LEG, SLICE, Kind, Totals, command_of, main, run_round
+from support.model_run import KINDS, LEG, MIB, SLICE, Kind, Totals, command_of, main, run_round
 from support.model_worker import KINDS as REQUESTS
 from support.model_worker import Violation, Worker
 
@@ -21,7 +21,7 @@ def assert_busy(kind: Kind, totals: Totals) -> None:
     """It was a check of what it says: blocks were hit, evicted, and found bad."""
     counters = totals.counters
     assert totals.hits > totals.operations // 100
-    assert counters["evicted_blocks.host"] > 0
+    assert counters["evicted_blocks.host"] > 0 or kind.host > 5 * MIB
     assert counters["bad_blocks.host"] > 0
     if kind.disk:
         assert counters["tokens_hit.disk"] > 0

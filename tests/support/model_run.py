@@ -38,16 +38,18 @@ class Kind:
     host: int
     disk: int = 0  # capacity; 0: no disk tier
     two_sizes: bool = False
-    weights: tuple[int, ...] = WEIGHTS
+    weights: tuple[float, ...] = WEIGHTS
+    resized: bool = False  # between half and all of its capacities, while the threads run
     more: dict[str, Any] = field(default_factory=dict)
 
 
 KINDS = (
     Kind("tiny tiers", 4 * MIB, 6 * MIB),
     Kind("no disk", 4 * MIB),
-    Kind("arena", 6 * MIB, 16 * MIB, more={"persist": True}),
+    Kind("arena", 4 * MIB, 16 * MIB, more={"persist": True}),
     Kind("two slot sizes", 5 * MIB, 12 * MIB, two_sizes=True),
     Kind("short queues", 4 * MIB, 32 * MIB, more={"load_queue": 4, "save_queue_blocks": 24}),
+    Kind("resized", 10 * MIB, 24 * MIB, resized=True),
     Kind("sha256", 4 * MIB, 8 * MIB, more={"hash": "sha256", "io_threads": 2, "direct": False}),
 )
 
@@ -112,7 +114,7 @@ def _one_owner(
         for _ in range(LEGS):
             if totals.operations < operations:
                 leg = min(LEG, operations - totals.operations)
-                _leg(store, workers, -(-leg // THREADS), f"seed {seed[0]}, {kind.name}")
+                _leg(store, workers, -(-leg // THREADS), kind, f"seed {seed[0]}, {kind.name}")
                 totals.operations = totals.operations + sum(w.operations for w in workers)
                 totals.hits += sum(w.hits for w in workers)
                 for worker in workers:
@@ -121,7 +123,7 @@ def _one_owner(
     assert len(os.listdir("/proc/self/fd")) == descriptors, "descriptors leaked"
 
 
-def _leg(store: Store, workers: list[Worker], operations: int, name: str) -> None:
+def _leg(store: Store, workers: list[Worker], operations: int, kind: Kind, name: str) -> None:
     """All workers run; then nothing is under way, and everything must be at rest."""
     threads = [
         threading.Thread(target=worker.run, args=(operations,), daemon=True) for worker in workers
@@ -133,6 +135,9 @@ def _leg(store: Store, workers: list[Worker], operations: int, name: str) -> Non
         threads[beside % len(threads)].join(0.1)
         store.check_integrity()  # beside the running threads
         beside += 1
+        if kind.resized and beside % 4 == 0:
+            part = 2 - beside // 4 % 2
+            store.resize(host_bytes=kind.host // part, disk_bytes=kind.disk // part)
     for worker in workers:
         if worker.failure is not None:
             raise Violation(f"{name}: {worker.failure}\n{_last_notes(workers, worker)}") from (

@@ -1,6 +1,7 @@
 """One thread of the model check: random operations, each answer compared with the table.
 
-An operation is one call to the store: a lookup, a load, a cancel, a release, a save, a drop.
+An operation is one call to the store: a lookup, a load, a cancel, a release, a save, a report of a
+bad block, an invalidation, a pin; or a bit that turns over on disk.
 """
 
 import os
@@ -12,18 +13,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvstore.invalidation import Scope
 from kvstore.loading import Load
+from kvstore.pin_outcomes import Pinned
 from kvstore.pool import PagePool
 from kvstore.saving import Save
+from kvstore.sequence import Sequence
 from kvstore.space import Space
 from kvstore.store import Store
 from kvstore.ticket import Ticket
-from support.model_world import BLOCK_TOKENS, BLOCKS_MAX, Bytes, Prompt, Tenant
+from support.model_world import BLOCK_TOKENS, BLOCKS_MAX, Bytes, Moments, Prompt, Tenant
 
 GROUPS = 4  # requests of one thread and tenant that may be under way
 WAIT_S = 60.0
 POISON = 0xEE
 PAGE = 4096
+PINS = 3  # of one thread at a time
 USED_BYTES = 4000  # of a payload, at least
 Note = tuple[int, int, str, str]  # order, prompt, tenant, what
 
@@ -37,7 +42,8 @@ class Pending:
     """What still uses a group of pages."""
 
     prompt: Prompt
-    save: Save | None = None
+    gone: Moments
+    saves: list[Save] = field(default_factory=list)
     load: Load | None = None
     skip: int = 0
     blocks: int = 0
@@ -71,7 +77,7 @@ class Worker:
     """One thread's requests to an open store; `failure` is what it met."""
 
     def __init__(
-        self, store: Store, tenants: list[Tenant], seed: int, weights: tuple[int, ...]
+        self, store: Store, tenants: list[Tenant], seed: int, weights: tuple[float, ...]
     ) -> None:
         self.store = store
         self.weights = weights
@@ -82,6 +88,7 @@ class Worker:
         self.notes: deque[Note] = deque(maxlen=4000)
         self.failure: BaseException | None = None
         self._kept: deque[Ticket] = deque(maxlen=8)
+        self._pins: deque[int] = deque()
 
     def run(self, operations: int) -> None:
         """So many more operations, and the end of all of them."""
@@ -141,29 +148,54 @@ class Worker:
         pages = self._pages(desk)
         for array, run in desk.runs():
             array[pages[:blocks]] = prompt.payloads[:blocks, run]
-        sequence = desk.space.sequence(prompt.tokens[: blocks * BLOCK_TOKENS], prompt.media)
+        sequence = self._sequence(desk, prompt, blocks * BLOCK_TOKENS)
         desk.tenant.begin_save(prompt.nodes[:blocks])
+        saves: list[Save] = []
         if blocks > 2 and self.random.random() < 0.3:
-            sequence.save(desk.pool, pages[: blocks // 2])
+            saves.append(sequence.save(desk.pool, pages[: blocks // 2]))
             self._note(prompt, desk, f"save {blocks // 2}")
-        save = sequence.save(desk.pool, pages[:blocks])
+        saves.append(sequence.save(desk.pool, pages[:blocks]))
         self._note(prompt, desk, f"save {blocks}")
-        self._take_group(desk, Pending(prompt, save=save, blocks=blocks))
+        self._take_group(
+            desk, Pending(prompt, desk.tenant.gone(prompt.nodes), saves=saves, blocks=blocks)
+        )
 
-    def drop(self, desk: Desk, prompt: Prompt) -> None:
-        """A block that a reader found bad."""
+    def report(self, desk: Desk, prompt: Prompt) -> None:
+        """A block that an engine found bad: it and all that follow it are gone."""
         ticket = self._lookup(desk, prompt)
         if ticket.blocks:
             # Rather a deep one: all below it leave too.
-            at = int(self.random.random() ** 0.3 * ticket.blocks)
-            placement = self.store._placement
-            with placement.lock:
-                alive = placement.index.alive(ticket.rows, ticket.generations)[at]
-                if alive:
-                    tier = self.random.choice(placement.index.tiers)
-                    placement.drop_bad(int(ticket.rows[at]), tier)
-            self._note(prompt, desk, f"drop {at}")
+            block = int(self.random.random() ** 0.3 * ticket.blocks)
+            began_s = time.monotonic()
+            if self.store.report_bad(ticket.sequence, block):
+                desk.tenant.end_below(int(prompt.nodes[block]), began_s)
+            self._note(prompt, desk, f"report {block}")
         self._release(ticket, prompt)
+
+    def invalidate(self, desk: Desk, prompt: Prompt) -> None:
+        """A tenant, or a prompt from some block on."""
+        began_s = time.monotonic()
+        if self.random.random() < 0.2:
+            self.store.invalidate(Scope(tenant=desk.tenant.name))
+            desk.tenant.end_all(began_s)
+            self._note(prompt, desk, "invalidate all")
+            return
+        block = self.random.randrange(BLOCKS_MAX)
+        keys = self._sequence(desk, prompt, BLOCKS_MAX * BLOCK_TOKENS).keys
+        self.store.invalidate(Scope(prefix=keys[block].tobytes().hex()))
+        desk.tenant.end_below(int(prompt.nodes[block]), began_s)
+        self._note(prompt, desk, f"invalidate {block}")
+
+    def pin(self, desk: Desk, prompt: Prompt) -> None:
+        """Pin a prompt, and end an older pin."""
+        sequence = self._sequence(desk, prompt, self.random.randint(1, 4) * BLOCK_TOKENS)
+        pinned = self.store.pin(sequence, ttl_s=self.random.choice([1.0, 60.0]))
+        self._note(prompt, desk, "pin")
+        if isinstance(pinned, Pinned):
+            self._pins.append(pinned.pin_id)
+        if len(self._pins) > PINS:
+            self.store.unpin(self._pins.popleft())
+            self.operations += 1
 
     def damage(self, desk: Desk, prompt: Prompt) -> None:
         """A bit of some record on disk turns over, whoever is using it."""
@@ -187,16 +219,19 @@ class Worker:
 
     # --- single calls
 
+    def _sequence(self, desk: Desk, prompt: Prompt, tokens: int) -> Sequence:
+        return desk.space.sequence(prompt.tokens[:tokens], prompt.media)
+
     def _lookup(self, desk: Desk, prompt: Prompt) -> Ticket:
-        gone_since = desk.tenant.gone_since
+        gone = desk.tenant.gone(prompt.nodes)
         blocks = self.random.randint(1, BLOCKS_MAX)
-        sequence = desk.space.sequence(prompt.tokens[: blocks * BLOCK_TOKENS + 1], prompt.media)
+        sequence = self._sequence(desk, prompt, blocks * BLOCK_TOKENS + 1)
         ticket = sequence.lookup()
         self._note(prompt, desk, f"lookup {blocks} found {ticket.blocks}")
         if ticket.blocks > blocks:
             raise Violation(f"{ticket.blocks} of {blocks} blocks were found")
-        if not desk.tenant.may_be_found(prompt.nodes[: ticket.blocks], gone_since):
-            raise Violation(f"{desk.tenant.name} prompt {prompt.number}: found, but never saved")
+        if not desk.tenant.may_be_found(prompt.nodes[: ticket.blocks], gone[: ticket.blocks]):
+            raise Violation(f"{desk.tenant.name} prompt {prompt.number}: found, but not saved")
         return ticket
 
     def _release(self, ticket: Ticket, prompt: Prompt) -> None:
@@ -210,9 +245,10 @@ class Worker:
         pages = self._pages(desk)
         for array, _ in desk.runs():
             array[pages[:BLOCKS_MAX]] = POISON
+        gone = desk.tenant.gone(prompt.nodes)
         load = ticket.load(desk.pool, pages[: ticket.blocks], skip_tokens=skip * BLOCK_TOKENS)
         self._note(prompt, desk, f"load {skip}..{ticket.blocks}")
-        pending = Pending(prompt, load=load, skip=skip, blocks=ticket.blocks)
+        pending = Pending(prompt, gone, load=load, skip=skip, blocks=ticket.blocks)
         group = self._take_group(desk, pending)
         if self.random.random() < 0.7 if wait is None else wait:
             self._settle(desk, group)
@@ -240,23 +276,26 @@ class Worker:
         for ticket in self._kept:
             ticket.release()
         self._kept.clear()
+        while self._pins:
+            self.store.unpin(self._pins.popleft())
 
     def _settle(self, desk: Desk, group: int) -> None:
         pending, desk.pending[group] = desk.pending[group], None
         if pending is None:
             return
-        nodes = pending.prompt.nodes[: pending.blocks]
-        if pending.save is not None:
-            result = pending.save.result(WAIT_S)
-            desk.tenant.end_save(nodes, time.monotonic())
+        for save in pending.saves:  # One that found the queue full is done before one before it.
+            result = save.result(WAIT_S)
             total = result.saved + result.present + sum(result.dropped.values())
             if total > pending.blocks:
                 raise Violation(f"a save of {pending.blocks} blocks accounts for {total}")
+        if pending.load is None:
             return
-        assert pending.load is not None
         tokens = pending.load.result(WAIT_S).tokens
         good = tokens // BLOCK_TOKENS
         self.hits += good - pending.skip
+        nodes, part = pending.prompt.nodes, slice(pending.skip, good)
+        if not desk.tenant.may_be_found(nodes[part], pending.gone[part]):
+            raise Violation(f"{desk.tenant.name} prompt {pending.prompt.number}: loaded, but gone")
         first = group * BLOCKS_MAX
         for array, run in desk.runs():
             loaded = array[first + pending.skip : first + good]
@@ -276,7 +315,7 @@ class Worker:
 
 KINDS = (
     *(Worker.look, Worker.look_and_leave, Worker.load, Worker.load_and_cancel, Worker.load_late),
-    *(Worker.save, Worker.drop, Worker.damage, Worker.ask),
+    *(Worker.save, Worker.report, Worker.invalidate, Worker.pin, Worker.damage, Worker.ask),
 )
-WEIGHTS = (110, 6, 20, 5, 2, 14, 2, 1, 1)
-GIVING_UP = (20, 30, 10, 30, 10, 10, 2, 1, 1)  # Cancels, and lookups that nobody comes back to.
+WEIGHTS = (110, 6, 20, 5, 2, 14, 1, 0.1, 1, 1, 1)
+GIVING_UP = (20, 30, 10, 30, 10, 10, 1, 0.25, 1, 1, 1)  # Cancels, and lookups without a load.

@@ -7,6 +7,7 @@ differ in their media alone, so that whatever mixes them up serves wrong bytes.
 
 import hashlib
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ TRUNKS = 3
 SMALL = Layout(BLOCK_TOKENS, (CacheGroup("full", 2, (3000, 1111), "uint8"),))  # slots of 16 KiB
 LARGE = Layout(BLOCK_TOKENS, (CacheGroup("full", 3, (5000, 13), "uint8"),))  # of 20 KiB
 Bytes = npt.NDArray[np.uint8]
+Moments = npt.NDArray[np.float64]  # on the monotonic clock
 Longs = npt.NDArray[np.int64]
 
 
@@ -46,27 +48,40 @@ class Tenant:
         self.layout = layout
         self._payloads: dict[bytes, tuple[int, Bytes]] = {}
         self.prompts = [self._prompt(number, seed) for number in range(prompts)]
-        count = len(self._payloads)
+        below: dict[int, set[int]] = {}
+        for prompt in self.prompts:
+            for block, node in enumerate(prompt.nodes.tolist()):
+                below.setdefault(node, set()).update(prompt.nodes[block:].tolist())
+        self._below = {node: np.array(sorted(nodes)) for node, nodes in below.items()}
         self._lock = threading.Lock()
-        self._saving = np.zeros(count, np.int64)  # saves under way
-        self._ended = np.full(count, -1.0)  # when the last one ended; -1: never saved
-        self.gone_since = -1.0  # what was saved before must not be found
+        self._begun = np.full(len(self._payloads), -1.0)  # when its latest save began; -1: never
+        self._gone = np.full(len(self._payloads), 0.0)  # of what was saved before, nothing is left
 
     def begin_save(self, nodes: Longs) -> None:
-        """From now on these prefixes may be found."""
+        """From now on these prefixes may be found. Their sequence was made before."""
         with self._lock:
-            self._saving[nodes] += 1
+            self._begun[nodes] = time.monotonic()
 
-    def end_save(self, nodes: Longs, now: float) -> None:
-        """A save of these prefixes is over."""
+    def end_all(self, began_s: float) -> None:
+        """An invalidation of the whole namespace, which began then, has returned."""
         with self._lock:
-            self._saving[nodes] -= 1
-            self._ended[nodes] = now
+            np.maximum(self._gone, began_s, out=self._gone)
 
-    def may_be_found(self, nodes: Longs, gone_since: float) -> bool:
-        """Whether each of them was saved, or is being saved, since that moment."""
+    def end_below(self, node: int, began_s: float) -> None:
+        """Likewise, of a block and all that follow it in any prompt."""
         with self._lock:
-            return bool(((self._saving[nodes] > 0) | (self._ended[nodes] > gone_since)).all())
+            nodes = self._below[node]
+            self._gone[nodes] = np.maximum(self._gone[nodes], began_s)
+
+    def gone(self, nodes: Longs) -> Moments:
+        """Ask this before the store is asked; see may_be_found."""
+        with self._lock:
+            return self._gone[nodes]
+
+    def may_be_found(self, nodes: Longs, gone: Moments) -> bool:
+        """Whether a save of each of them began after that moment."""
+        with self._lock:
+            return bool((self._begun[nodes] > gone).all())
 
     def _prompt(self, number: int, seed: int) -> Prompt:
         """A trunk that many share, a branch that some share, and a tail of its own."""
