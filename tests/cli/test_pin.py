@@ -32,7 +32,7 @@ def test_without_an_owner(stored: Stored, capsys: Capture) -> None:
     assert {one["label"] for one in listed} == {"a-model a-tenant"}
     told = here(capsys, *store, "--list").out
     assert "5 of 5" in told
-    assert "1h 29m" in told
+    assert "1h 30m" in told
     assert f"pinned: {BLOCKS} blocks" in here(capsys, "stats", "--store", stored.directory).out
     assert here(capsys, *store, "--remove", "1").out == "pin 1 removed\n"
     ran = here(capsys, *store, "--remove", "1", "--json")

@@ -1,5 +1,9 @@
 """Stores of a few prompts, for tests of what stays when more comes than they hold."""
 
+import os
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,6 +11,7 @@ import numpy.typing as npt
 
 from kvstore.pin_outcomes import Pinned
 from kvstore.store import Store
+from kvstore.store import open as open_store
 from kvstore.tiers.base import TierName
 from kvstore.tiers.layout import Layout
 from support.engine import Engine, prompt
@@ -50,3 +55,21 @@ def pin(engine: Engine, tokens: npt.NDArray[np.int32], ttl_s: float = HOUR_S) ->
     answer = engine.space.store.pin(engine.space.sequence(tokens), ttl_s=ttl_s)
     assert isinstance(answer, Pinned)
     return answer
+
+
+def pin_and_wait(directory: Path) -> None:
+    """Two pins, one of blocks that are on disk and one of blocks that are not; then for ever."""
+    store = open_store(directory, **DISK | {"dirty_age_s": HOUR_S})
+    engine = engine_of(store)
+    engine.save(tokens_of(1))
+    store.flush()
+    pin(engine, tokens_of(1))
+    engine.save(tokens_of(2, 3))
+    store.flush()
+    pin(engine, tokens_of(2))
+    os.write(1, b"pinned\n")
+    time.sleep(HOUR_S)
+
+
+if __name__ == "__main__":
+    pin_and_wait(Path(sys.argv[1]))
