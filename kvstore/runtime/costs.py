@@ -3,12 +3,15 @@
 import time
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from kvstore.planner import Planner
+from kvstore.pool import PagePool as StorePool
 from kvstore.runtime.attention import Batch
-from kvstore.runtime.models.llama import LlamaModel
+from kvstore.runtime.models.model import Model
 from kvstore.runtime.pages import PagePool
+from kvstore.runtime.sampler import Sampling
 from kvstore.runtime.scheduler import Work
 from kvstore.tiers.base import TierName
 
@@ -16,18 +19,19 @@ CALIBRATION_TOKENS = (16, 64)
 CALIBRATION_BLOCKS = (1, 8)
 
 
-def calibrate(model: LlamaModel, pool: PagePool, planner: Planner) -> None:
+def calibrate(model: Model, pool: PagePool, store_pool: StorePool, planner: Planner) -> None:
     """Time prefill and copies at two sizes, on pages that nobody uses, for the first prompt's plan.
 
     Takes about as long as 160 tokens of prefill. A pool or a context too small for a size skips it.
-    A copy between pages stands for a load from host memory. The disk is not touched: its first load
+    A copy between pages stands for a load from host memory; on a device it is a real one, from
+    pinned memory. The disk is not touched: its first load
     begins with a probe, see kvstore.planner.
     """
     _time_prefill(model, pool, planner)
-    _time_copies(pool, planner)
+    _time_copies(pool, store_pool, planner)
 
 
-def _time_prefill(model: LlamaModel, pool: PagePool, planner: Planner) -> None:
+def _time_prefill(model: Model, pool: PagePool, planner: Planner) -> None:
     for count in (*CALIBRATION_TOKENS, *CALIBRATION_TOKENS):  # the first round only warms up
         if count > model.config.context_length:
             continue
@@ -42,23 +46,41 @@ def _time_prefill(model: LlamaModel, pool: PagePool, planner: Planner) -> None:
             wants_logits=[True],
         )
         started = time.perf_counter()
-        model.forward(batch, pool)
+        model.sample(model.forward(batch, pool), [Sampling()], [0])
         planner.observe(count, 0, time.perf_counter() - started)
         pool.release(pages)
 
 
-def _time_copies(pool: PagePool, planner: Planner) -> None:
+def _time_copies(pool: PagePool, store_pool: StorePool, planner: Planner) -> None:
     for count in (*CALIBRATION_BLOCKS, *CALIBRATION_BLOCKS):
         pages = pool.allocate(2 * count)
         if pages is None:
             continue
-        started = time.perf_counter()
-        for part in pool.arrays():
-            part[pages[:count]] = part[pages[count:]]
-        seconds = time.perf_counter() - started
         size = count * pool.layout.payload_bytes
+        if pool.compute is None:
+            started = time.perf_counter()
+            for part in pool.arrays():
+                part[pages[:count]] = part[pages[count:]]
+            seconds = time.perf_counter() - started
+        else:
+            seconds = _time_fill(store_pool, pages[:count], size)
         planner.observe_load({TierName.HOST: size}, {TierName.HOST: count}, seconds)
         pool.release(pages)
+
+
+def _time_fill(store_pool: StorePool, pages: list[int], size_bytes: int) -> float:
+    """Seconds of one copy from pinned memory into pages, until the device has it."""
+    with store_pool.copies.buffers(1, size_bytes) as (source,):
+        step = size_bytes // len(pages)
+        payloads = source.ctypes.data + step * np.arange(len(pages), dtype=np.uint64)
+        ready = store_pool.copies.ready()
+        started = time.perf_counter()
+        filled = store_pool.fill(
+            np.array(pages, np.int64)[:, None], payloads.astype(np.uint64), ready=ready
+        )
+        if filled is not None:
+            filled.wait()
+        return time.perf_counter() - started
 
 
 def observe_step(planner: Planner, works: Sequence[Work], seconds: float) -> None:

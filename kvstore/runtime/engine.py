@@ -19,11 +19,10 @@ from kvstore.identity import Identity
 from kvstore.planner import Planner
 from kvstore.runtime.attention import Batch
 from kvstore.runtime.costs import calibrate, observe_step
-from kvstore.runtime.models.llama import LlamaModel
+from kvstore.runtime.models.model import Model
 from kvstore.runtime.pages import PagePool
 from kvstore.runtime.prefix import Prefixes
 from kvstore.runtime.request import FinishReason, Request, RequestError, SamplingParams, State
-from kvstore.runtime.sampler import sample
 from kvstore.runtime.scheduler import (
     SEQUENCES_MAX,
     TOKEN_BUDGET,
@@ -55,7 +54,7 @@ class Engine:
 
     def __init__(
         self,
-        model: LlamaModel,
+        model: Model,
         pool: PagePool,
         *,
         space: Space | None = None,
@@ -69,7 +68,10 @@ class Engine:
         self.pool = pool
         self.planner = planner or Planner()
         self._space = space or _space_without_store(pool)
-        self._store_pool = space.pool(pool.arrays(), pool.page_tokens) if space else None
+        device = pool.compute.device if pool.compute is not None else None
+        self._store_pool = (
+            space.pool(pool.arrays(), pool.page_tokens, device=device) if space else None
+        )
         self._prefixes = Prefixes(pool, self._store_pool, self.planner)
         self._device_reuse = device_reuse
         self.scheduler = Scheduler(
@@ -86,7 +88,7 @@ class Engine:
         )
         self._tier_tokens = dict.fromkeys(TierName, 0)
         if self._store_pool is not None:
-            calibrate(model, pool, self.planner)
+            calibrate(model, pool, self._store_pool, self.planner)
 
     # Requests
 
@@ -266,19 +268,19 @@ class Engine:
         hook = self._prefixes.hook(requests)
         started = time.perf_counter()
         logits = self.model.forward(batch, self.pool, hook)
-        if hook is None:
-            observe_step(self.planner, works, time.perf_counter() - started)
         wanting = [r for r, wanted in zip(requests, batch.wants_logits, strict=True) if wanted]
-        tokens: list[int] = sample(
+        tokens = self.model.sample(
             logits, [r.params.sampling for r in wanting], [len(r.output) for r in wanting]
-        ).tolist()
+        )
+        if hook is None:  # After the choice, for on a device that is when the step is over.
+            observe_step(self.planner, works, time.perf_counter() - started)
         chosen = dict(zip(wanting, zip(tokens, logits, strict=True), strict=True))
         now = time.perf_counter()
         for work in works:
             if self._collect(work) and work.request in chosen:
                 token, row = chosen[work.request]
                 if work.request.params.keep_logits:
-                    work.request.logits.append(row.clone())
+                    work.request.logits.append(row.to("cpu", copy=True))
                 self._emit(work.request, token, now)
 
     def _batch(self, works: list[Work]) -> Batch:

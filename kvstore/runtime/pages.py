@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kvstore.eviction import Evictor
 from kvstore.index import Index
+from kvstore.runtime.compute import Compute
 from kvstore.tiers.base import TierName
 from kvstore.tiers.errors import ConfigError
 from kvstore.tiers.layout import Layout
@@ -47,6 +48,7 @@ class PagePool:
 
     keys, values: for each layer a tensor [pages, page_tokens, kv_heads, head_dim]; zero at first,
     so that what attention masks out is never a NaN left behind by somebody else.
+    compute: the device in whose memory they lie; None for host memory.
     Raises ConfigError for sizes that make no sense or do not fit into memory.
     """
 
@@ -59,6 +61,7 @@ class PagePool:
         pages: int,
         page_tokens: int = 16,
         dtype: torch.dtype = torch.float32,
+        compute: Compute | None = None,
     ) -> None:
         if not 1 <= pages <= PAGES_MAX:
             raise ConfigError(f"pages= is {pages}; a pool has 1 to {PAGES_MAX} pages")
@@ -73,12 +76,11 @@ class PagePool:
         self.page_tokens = page_tokens
         shape = (layers, 2, pages, page_tokens, kv_heads, head_dim)
         size = pages * self.layout.payload_bytes
+        self.compute = compute
         try:
-            # NumPy asks the system for large pages of memory, which torch does not.
-            storage = torch.from_numpy(np.empty(size, np.uint8)).view(dtype).view(shape)
-        except MemoryError:
+            storage = _storage(size, dtype, shape, compute)
+        except (MemoryError, torch.OutOfMemoryError):
             raise ConfigError(f"no memory for {size >> 20} MiB of pages; lower pages=") from None
-        storage.zero_()  # also touches every page of memory now, not inside somebody's request
         self.keys: list[Tensor] = [storage[layer, 0] for layer in range(layers)]
         self.values: list[Tensor] = [storage[layer, 1] for layer in range(layers)]
         self._free = list(range(pages - 1, -1, -1))
@@ -244,3 +246,15 @@ class PagePool:
         assert self._index.uses.held == int((self._users[named] > 0).sum()), (
             "holds do not match users"
         )
+
+
+def _storage(
+    size_bytes: int, dtype: torch.dtype, shape: tuple[int, ...], compute: Compute | None
+) -> Tensor:
+    if compute is not None:
+        with compute.active():
+            return torch.zeros(shape, dtype=dtype, device=compute.tensors)
+    # NumPy asks the system for large pages of memory, which torch does not.
+    storage = torch.from_numpy(np.empty(size_bytes, np.uint8)).view(dtype).view(shape)
+    # This also touches every page of memory now, not inside somebody's request.
+    return storage.zero_()

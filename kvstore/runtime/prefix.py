@@ -41,7 +41,9 @@ class Prefixes:
         # Attention over layer 0 may start while layer 1 is on its way, if somebody else moves it.
         # Pages in host memory are filled by the very cores that compute: there the step waits for
         # the whole load, for a step that is interrupted costs more than the copy.
-        self._start_at = 0 if pool.keys[0].is_cuda else len(pool.keys) - 1
+        self._start_at = len(pool.keys) - 1 if pool.compute is None else 0
+        # There the device's stream waits for a layer, and this thread goes on queueing.
+        self._stream = pool.compute.stream if pool.compute is not None else None
 
     def begin(self, request: Request) -> None:
         """Start what is worth loading beyond `request.computed`; now it is LOADING or RUNNING."""
@@ -108,7 +110,7 @@ class Prefixes:
             for request in loading:
                 try:
                     assert request.load is not None
-                    request.load.wait_layer(layer, request.patience_s)
+                    request.load.wait_layer(layer, request.patience_s, self._stream)
                 except TimeoutError:
                     request.stalled = True
 

@@ -42,8 +42,7 @@ def sample(logits: Tensor, sampling: Sequence[Sampling], steps: Sequence[int]) -
     warm = [row for row, how in enumerate(sampling) if how.temperature > 0.0]
     if warm:
         temperatures = np.array([sampling[row].temperature for row in warm], np.float64)
-        seeds = np.array([sampling[row].seed for row in warm], np.uint64)
-        uniform = _uniform(seeds, np.array([steps[row] for row in warm], np.uint64))
+        uniform = uniform_of([sampling[row].seed for row in warm], [steps[row] for row in warm])
         chosen[warm] = _draw(values[warm], temperatures, uniform)
     return chosen
 
@@ -69,9 +68,10 @@ def _draw(
     return places
 
 
-def _uniform(seeds: NDArray[np.uint64], steps: NDArray[np.uint64]) -> NDArray[np.float64]:
+def uniform_of(seeds: Sequence[int], steps: Sequence[int]) -> NDArray[np.float64]:
     """Numbers in [0, 1), 53 bits, a function of (seed, step): SplitMix64's finaliser, twice."""
-    mixed = _mix(_mix(seeds + np.uint64(0x9E3779B97F4A7C15)) ^ steps)
+    start = np.array(seeds, np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    mixed = _mix(_mix(start) ^ np.array(steps, np.uint64))
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

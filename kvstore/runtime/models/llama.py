@@ -1,6 +1,6 @@
 """The Llama family over paged keys and values."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from kvstore.runtime.kernels import (
     native_rms_norm,
 )
 from kvstore.runtime.models.config import ModelConfig
+from kvstore.runtime.sampler import Sampling, sample
 from kvstore.runtime.torch_layer import LayerWeights, TorchLayer, read_layer, rms_norm
 from kvstore.runtime.weights import EMBEDDING, HEAD, NORM, Checkpoint
 from kvstore.tiers.errors import ConfigError
@@ -49,10 +50,10 @@ class LlamaModel:
         config = checkpoint.config
         self.config: ModelConfig = config
         self.dtype = dtype
-        self._embedding = _shaped(
+        self._embedding = shaped(
             checkpoint.tensor(EMBEDDING).to(dtype), (config.vocab_size, config.hidden_size)
         )
-        self._norm = _shaped(checkpoint.tensor(NORM).to(dtype).float(), (config.hidden_size,))
+        self._norm = shaped(checkpoint.tensor(NORM).to(dtype).float(), (config.hidden_size,))
         positions = torch.arange(config.context_length).float()
         angles = torch.outer(positions, checkpoint.inverse_frequencies())
         self._rotary = angles.cos(), angles.sin()
@@ -65,7 +66,7 @@ class LlamaModel:
             if progress:
                 progress(index + 1, config.layers)
         head = self._embedding if config.tied_embeddings else checkpoint.tensor(HEAD).to(dtype)
-        head = _shaped(head, (config.vocab_size, config.hidden_size))
+        head = shaped(head, (config.vocab_size, config.hidden_size))
         self._head = PackedWeights(library, head) if library else head.float()
 
     @property
@@ -85,7 +86,7 @@ class LlamaModel:
 
         Returns: float32 [sequences that want logits, vocabulary], in batch order.
         """
-        self._check_pages(pages)
+        check_pages(self.config, self.dtype, pages)
         step = plan_step(batch, pages, self.config.vocab_size, self.config.context_length)
         x = self._embedding[batch.tokens].float()
         if self._kernels:
@@ -93,6 +94,13 @@ class LlamaModel:
         else:
             x = self._run_torch(x, step, pages, before_layer)
         return self._logits(x)
+
+    def sample(
+        self, logits: Tensor, sampling: Sequence[Sampling], steps: Sequence[int]
+    ) -> list[int]:
+        """The next token of each row of logits: see sampler.sample."""
+        tokens: list[int] = sample(logits, sampling, steps).tolist()
+        return tokens
 
     def _run_native(
         self,
@@ -134,35 +142,41 @@ class LlamaModel:
         return functional.linear(rms_norm(x, self._norm, epsilon), self._head)
 
     def _add_layer(self, weights: LayerWeights) -> None:
-        config = self.config
-        hidden, width = config.hidden_size, config.heads * config.head_dim
-        _shaped(weights.input_norm, (hidden,))
-        _shaped(weights.post_norm, (hidden,))
-        _shaped(weights.qkv, (width + 2 * config.kv_heads * config.head_dim, hidden))
-        _shaped(weights.output, (hidden, width))
-        _shaped(weights.gate_up, (2 * config.intermediate_size, hidden))
-        _shaped(weights.down, (hidden, config.intermediate_size))
+        check_layer(self.config, weights)
         if self._kernels:
             matrices = (weights.qkv, weights.output, weights.gate_up, weights.down)
             norms = (weights.input_norm, weights.post_norm)
             self._native_layers.append(KernelLayer(self._kernels.library, norms, matrices))
         else:
-            self._torch_layers.append(TorchLayer(config, weights))
-
-    def _check_pages(self, pages: Pages) -> None:
-        config = self.config
-        shape = (pages.page_tokens, config.kv_heads, config.head_dim)
-        if len(pages.keys) != config.layers or len(pages.values) != config.layers:
-            raise ConfigError("The page pool has another number of layers than the model.")
-        for keys, values in zip(pages.keys, pages.values, strict=True):
-            fits = keys.shape == values.shape and keys.stride() == values.stride()
-            if not fits or keys.shape[1:] != shape or {keys.dtype, values.dtype} != {self.dtype}:
-                raise ConfigError("The page pool has other pages than the model; make one for it.")
-            if keys.stride()[1:] != (shape[1] * shape[2], shape[2], 1):
-                raise ConfigError("A page must be contiguous in memory; make the pool so.")
+            self._torch_layers.append(TorchLayer(self.config, weights))
 
 
-def _shaped(weight: Tensor, shape: tuple[int, ...]) -> Tensor:
+def check_layer(config: ModelConfig, weights: LayerWeights) -> None:
+    """Raises ConfigError for a layer's weight whose shape is not that of the model."""
+    hidden, width = config.hidden_size, config.heads * config.head_dim
+    shaped(weights.input_norm, (hidden,))
+    shaped(weights.post_norm, (hidden,))
+    shaped(weights.qkv, (width + 2 * config.kv_heads * config.head_dim, hidden))
+    shaped(weights.output, (hidden, width))
+    shaped(weights.gate_up, (2 * config.intermediate_size, hidden))
+    shaped(weights.down, (hidden, config.intermediate_size))
+
+
+def check_pages(config: ModelConfig, dtype: torch.dtype, pages: Pages) -> None:
+    """Raises ConfigError for pages that were made for another model, or are scattered."""
+    shape = (pages.page_tokens, config.kv_heads, config.head_dim)
+    if len(pages.keys) != config.layers or len(pages.values) != config.layers:
+        raise ConfigError("The page pool has another number of layers than the model.")
+    for keys, values in zip(pages.keys, pages.values, strict=True):
+        fits = keys.shape == values.shape and keys.stride() == values.stride()
+        if not fits or keys.shape[1:] != shape or {keys.dtype, values.dtype} != {dtype}:
+            raise ConfigError("The page pool has other pages than the model; make one for it.")
+        if keys.stride()[1:] != (shape[1] * shape[2], shape[2], 1):
+            raise ConfigError("A page must be contiguous in memory; make the pool so.")
+
+
+def shaped(weight: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The weight. Raises ConfigError where its shape is another one."""
     if tuple(weight.shape) != shape:
         raise ConfigError(
             f"A weight has shape {tuple(weight.shape)} where {shape} is due; fetch the model again."
