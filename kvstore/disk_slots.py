@@ -58,7 +58,8 @@ class DiskSlots:
         if not self._disk.has_room(slot_bytes):
             spare = self._disk.free(slot_bytes) + self._disk.removing()
             if spare < RESERVE_BLOCKS:
-                self._disk.remove(self._evict_for(group, RESERVE_BLOCKS - spare))
+                with self._placement.lock:  # A flush may be over: index and slots stay one.
+                    self._disk.remove(self._evict_for(group, RESERVE_BLOCKS - spare))
 
     def _near(self, group: Group) -> int | None:
         """A slot of the group's chain, so that a chain stays on one device."""

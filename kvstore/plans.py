@@ -57,5 +57,6 @@ class Group:
     host: Longs  # their slots in host memory: kept by the holds, also if a row is dropped meanwhile
     parents: Ints
     age: int  # of its oldest block: only older blocks give way to it
-    planned_bytes: int = 0  # of the daily budget
+    planned_bytes: int  # of the daily budget
+    rest: Dirty  # needed as well, and beyond a group
     starved: bool = True  # no slot, and no block on disk whose slot it could ever take

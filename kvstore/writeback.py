@@ -205,13 +205,13 @@ class Writer:
         needed = index.missing_ancestors(rows, TierName.DISK)
         needed = rows if planted("leaf_first") else needed
         needed = self._wanted(needed, index.generations(needed))
-        if len(needed) > GROUP_BLOCKS:
-            placement.mark_dirty_first(needed[GROUP_BLOCKS:])
-            needed = needed[:GROUP_BLOCKS]
+        needed, rest = needed[:GROUP_BLOCKS], needed[GROUP_BLOCKS:]
         slot_bytes = placement.spaces[space].record.slot_bytes
-        fit = self._within_budget(needed, slot_bytes)
+        fit = self._within_budget(np.concatenate([needed, rest]), len(needed), slot_bytes)
         if not fit:
             return None
+        rest = rest[: len(rest) if fit == len(needed) else 0]  # Or it is queued again already.
+        left = Dirty(rest, index.generations(rest), 0.0)
         needed = needed[:fit]
         parents = index.rows.parent[needed]
         parents = np.unique(parents[parents >= 0])
@@ -225,17 +225,20 @@ class Writer:
             age = index.clock  # Whatever no pin covers gives way to it.
         space_facts = placement.spaces[space]
         host = index.slots(TierName.HOST, needed)
-        return Group(self._groups, space_facts, needed, host, parents, age, fit * slot_bytes)
+        return Group(self._groups, space_facts, needed, host, parents, age, fit * slot_bytes, left)
 
-    def _within_budget(self, rows: Ints, slot_bytes: int) -> int:
-        """How many of the rows the day's budget lets write; the others are queued again.
+    def _within_budget(self, rows: Ints, count: int, slot_bytes: int) -> int:
+        """How many of the first `count` rows the day's budget lets write.
+
+        If not all of them, the others are queued again, with all rows after them.
 
         A flush, or a stop, takes what there is and does not wait for more.
         """
         placement, hurry = self._placement, self._closed or self._flushing > 0
         placement.budget.charge(self._disk.room.written_bytes)
-        fit = placement.budget.plan(slot_bytes, len(rows), urgent=hurry)
-        placement.mark_dirty_first(rows[fit:])
+        fit = placement.budget.plan(slot_bytes, count, urgent=hurry)
+        if fit < count:
+            placement.mark_dirty_first(rows[fit:])
         if not fit and hurry:
             self._aside.extend(placement.dirty)
             placement.dirty.clear()
@@ -301,10 +304,26 @@ class Writer:
             self._retry_at = placement.clock.monotonic() + RETRY_S
             self._failures, placement.writes_fail = self._failures + 1, True
             self._again(group.rows)
+        rest = group.rest if outcome is not None else self._not_below(group)
+        if len(rest.rows):
+            placement.dirty.appendleft(rest)
         placement.unhold(group.rows)
         placement.unhold(group.parents)
         self._flying.difference_update(group.rows.tolist())
         placement.write_gauges()
+
+    def _not_below(self, group: Group) -> Dirty:
+        """What of a group's rest does not need a row of it: no slot was found for any of these.
+
+        The others are passed over like it. Queued again, they would ask for its rows for ever.
+        """
+        parents = self._placement.index.rows.parent[group.rest.rows].tolist()
+        passed = set(group.rows.tolist())
+        for row, parent in zip(group.rest.rows.tolist(), parents, strict=True):  # root first
+            if parent in passed:
+                passed.add(row)
+        stays = ~np.isin(group.rest.rows, np.fromiter(passed, np.int32, len(passed)))
+        return Dirty(group.rest.rows[stays], group.rest.generations[stays], 0.0)
 
     def _again(self, rows: Ints) -> None:
         """Queue rows that were not written; a flush or a stop does not wait for another try."""

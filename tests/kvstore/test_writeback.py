@@ -1,5 +1,6 @@
 """Write-back: what is saved gets to disk, and a disk that takes nothing costs nothing else."""
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -187,4 +188,39 @@ def test_a_block_dropped_while_its_group_is_written_costs_nobody_else(tmp_path: 
         assert placement.index.blocks(TierName.DISK) == 3
         assert store.counters()["write_failures"] == 0
         assert engine.ask(tokens_of(1)).tokens == 3 * BLOCK
+        assert_at_rest(store)
+
+
+def test_blocks_that_need_more_than_a_group_of_colder_ones_do_not_circle(tmp_path: Path) -> None:
+    """Where the disk has no room for them: a flush once asked for the same ancestors for ever."""
+    with open_store(tmp_path / "store", host="16MiB", disk_capacity="5MiB") as store:
+        layout = Layout.opaque(
+            layers=2, run_bytes=(10_000,), dtype="x", format="engine-1", block_tokens=BLOCK
+        )
+        engine = Engine(store.namespace(layout, model="m"), 400)
+        long, others = prompt(200 * BLOCK + 1, 1), [prompt(100 * BLOCK + 1, n) for n in (2, 3)]
+        sequence, _ = engine.save(long)
+        for other in others:
+            engine.save(other)
+        store.flush()
+        placement = store._placement
+        with placement.lock:
+            rows = placement.index.find(
+                sequence.space.number, sequence.keys, sequence.block_tokens(0, 200)
+            ).rows
+            placement.drop_disk_slots(placement.index.slots(TierName.DISK, rows[:1]))
+            placement.dirty.clear()
+        for other in others:
+            engine.ask(other)  # Warmer than all of the long prompt: nothing gives way to that.
+            engine.save(other)
+        store.flush()
+        with placement.lock:
+            tail = rows[-100:][::-1]  # Deepest first: each asks for all before it.
+            tail = tail[placement.index.slots(TierName.HOST, tail) >= 0]
+            assert len(placement.index.missing_ancestors(tail, TierName.DISK)) > 150
+            placement.mark_dirty(tail)
+            flushed = threading.Thread(target=store.flush)
+        flushed.start()
+        flushed.join(20)
+        assert not flushed.is_alive(), "a flush goes round in circles"
         assert_at_rest(store)
