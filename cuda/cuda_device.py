@@ -29,7 +29,9 @@ from kvstore.cuda.kernel_table import KERNELS, Kind
 STATIC_SHARED_MAX = 48 << 10  # More must be asked for.
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 ANY_DIRECTION = 4  # cudaMemcpyDefault: the driver knows what an address is.
-PORTABLE = 1  # cudaHostRegisterPortable
+PORTABLE_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
+SAME_ADDRESS = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
+NOT_READY = 600  # cudaErrorNotReady
 DTYPES = {Kind.POINTER: np.uint64, Kind.INT: np.int32, Kind.LONG: np.int64, Kind.FLOAT: np.float32}
 
 
@@ -56,19 +58,30 @@ def checked() -> Iterator[None]:
 class CudaEvent:
     """A point in a stream, without a time."""
 
-    def __init__(self, event: Any) -> None:
+    def __init__(self, cuda: Any, event: Any) -> None:
         self.event = event
+        self._query = cuda.runtime.eventQuery
 
     @property
     def done(self) -> bool:
-        """Whether the device has got there."""
+        """Whether the device has got there. Raises DeviceError if it failed."""
         with checked():
-            return bool(self.event.done)
+            status = self._query(self.event.ptr)
+        if status not in (0, NOT_READY):
+            raise DeviceError(f"the device failed: error {status}")
+        return bool(status == 0)
 
     def wait(self) -> None:
         """Let the host wait for it, without the interpreter's lock."""
         with checked():
             self.event.synchronize()
+
+
+class ForeignStream:
+    """Somebody else's stream by its handle: CuPy asks a stream for nothing but `ptr`."""
+
+    def __init__(self, handle: int) -> None:
+        self.ptr = handle
 
 
 class CudaStream:
@@ -77,10 +90,8 @@ class CudaStream:
     def __init__(self, cupy: Any, handle: int | None = None) -> None:
         self._cuda = cupy.cuda
         with checked():
-            if handle is None:
-                self.stream = cupy.cuda.Stream(non_blocking=True)
-            else:
-                self.stream = cupy.cuda.ExternalStream(handle)
+            own = handle is None
+            self.stream = cupy.cuda.Stream(non_blocking=True) if own else ForeignStream(handle or 0)
 
     @property
     def handle(self) -> int:
@@ -92,13 +103,13 @@ class CudaStream:
         with checked():
             event = self._cuda.Event(disable_timing=True)
             event.record(self.stream)
-        return CudaEvent(event)
+        return CudaEvent(self._cuda, event)
 
     def wait(self, event: Event) -> None:
         """What is queued from now on happens after the event."""
         assert isinstance(event, CudaEvent)
         with checked():
-            self.stream.wait_event(event.event)
+            self._cuda.runtime.streamWaitEvent(self.handle, event.event.ptr)
 
 
 class CudaBuffer:
@@ -137,6 +148,8 @@ class CudaDevice:
             version = self._cupy.cuda.runtime.driverGetVersion()
         self.architecture = int(properties["major"]) * 10 + int(properties["minor"])
         self.processors = int(properties["multiProcessorCount"])
+        same = self._cupy.cuda.runtime.deviceGetAttribute(SAME_ADDRESS, ordinal)
+        self._same_address = bool(same)
         self.name = f"{properties['name'].decode()} driver {version}"
         self._batch = find_entry(ctypes.CDLL("libcuda.so.1"))
         self._lock = threading.Lock()
@@ -163,28 +176,35 @@ class CudaDevice:
 
     def allocate(self, size_bytes: int) -> CudaBuffer:
         """Device memory by cudaMalloc."""
+        self.use()
         with checked():
             memory = self._cupy.cuda.Memory(size_bytes)
         return CudaBuffer(memory, int(memory.ptr), size_bytes, pinned=False)
 
     def allocate_pinned(self, size_bytes: int) -> CudaBuffer:
         """Host memory by cudaHostAlloc."""
+        self.use()
         with checked():
             memory = self._cupy.cuda.PinnedMemory(size_bytes)
         return CudaBuffer(memory, int(memory.ptr), size_bytes, pinned=True)
 
     def register(self, address: int, size_bytes: int) -> None:
         """Page-lock memory that is there already."""
+        if not self._same_address:  # Kernels are given the host's addresses.
+            raise DeviceError("this device gives page-locked memory another address")
+        self.use()
         with checked():
-            self._cupy.cuda.runtime.hostRegister(address, size_bytes, PORTABLE)
+            self._cupy.cuda.runtime.hostRegister(address, size_bytes, PORTABLE_MAPPED)
 
     def unregister(self, address: int) -> None:
         """End it."""
+        self.use()
         with checked():
             self._cupy.cuda.runtime.hostUnregister(address)
 
     def copy(self, stream: Stream, targets: UInt64s, sources: UInt64s, sizes: UInt64s) -> None:
         """One call of the driver, or, before CUDA 12.8, one for each copy."""
+        self.use()  # A batch is the driver's own call: it takes the thread's context as it is.
         if self._batch is not None and len(sizes) > 1:
             copy_batch(self._batch, targets, sources, sizes, stream.handle)
             return
@@ -214,6 +234,7 @@ class CudaDevice:
             DTYPES[parameter.kind](getattr(value, "address", value))
             for parameter, value in zip(parameters, arguments, strict=True)
         )
+        self.use()
         function = self._function(kernel, shared_bytes)
         with checked():
             size = (*grid, 1, 1)[:3]

@@ -65,6 +65,10 @@ NAMES: tuple[str, ...] = (
     "disk_state",  # what it is now: its place in DiskState
     *(f"disk_times.{state}" for state in ("read_only", "off")),  # how often it became that
     "read_faults.disk",  # blocks that the device did not deliver
+    "page_locked_bytes",  # of host memory, for a device, now
+    "page_locked_ns",  # this owner's time for the sum of bytes that it locked
+    "page_locked_sum_bytes",
+    "page_lock_failures",
 )
 _AT = {name: at for at, name in enumerate(NAMES)}
 if HEADER.size + 8 * len(NAMES) > FILE_BYTES:
@@ -170,6 +174,13 @@ def summary(counters: dict[str, int]) -> dict[str, object]:
                 "blocks": counters[f"{tier}_blocks"],
             }
             for tier in TIERS[1:]
+        },
+        "page_locked": {
+            "bytes": counters["page_locked_bytes"],
+            "seconds_per_gib": counters["page_locked_ns"]
+            * (1 << 30)
+            / (1e9 * max(1, counters["page_locked_sum_bytes"])),
+            "failures": counters["page_lock_failures"],
         },
     }
 

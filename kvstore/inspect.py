@@ -38,6 +38,7 @@ class StoreStats:
     """What a store holds and what was asked of it, over all its owners. Tokens, not requests.
 
     in_use: whether a process owns the store now.  counters: everything that is counted, by name.
+    page_locked: host memory that a device reaches by itself, in bytes, and what that took.
     """
 
     in_use: bool
@@ -45,6 +46,7 @@ class StoreStats:
     tokens_asked: int
     tokens_hit: dict[str, int]
     misses: dict[str, int]
+    page_locked: dict[str, float]
     counters: dict[str, int]
 
     def document(self) -> dict[str, Any]:
@@ -89,6 +91,7 @@ def read_stats(directory: Path, io: FileIo | None = None) -> StoreStats:
     # memory ended with it.
     if not in_use:
         tiers["host"] = TierStats(tiers["host"].capacity_bytes, 0, 0)
+        shape["page_locked"]["bytes"] = 0
     with suppress(StoreError):
         blocks, used = disk_use(directory, facts, io)
         tiers["disk"] = TierStats(facts.disk_capacity_bytes, used, blocks)

@@ -6,7 +6,7 @@ then neither they nor the host slots that are read may be given to anyone else.
 """
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Protocol
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvstore.cuda.calibration import Calibration, Direction
 from kvstore.cuda.copy import RunTable, gather, scatter
-from kvstore.cuda.device import Device, Event
+from kvstore.cuda.device import Buffer, Device, Event
 from kvstore.cuda.page_mover import Method, PageMover
 from kvstore.hashing.checksum import run_checksums
 from kvstore.tiers.layout import Layout
@@ -24,6 +24,8 @@ from kvstore.tiers.layout import Layout
 Bytes = npt.NDArray[np.uint8]
 Longs = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]
+# Whether a device reaches these payloads in host memory by itself: they are page-locked.
+Reaches = Callable[[UInt64s], bool]
 
 
 class PageCopies(Protocol):
@@ -99,23 +101,32 @@ class HostCopies:
 class DeviceCopies:
     """Pages in a device's memory. Saves and loads have a stream each.
 
-    The methods are those that were fastest for this layout's pieces on this device.
+    The methods are those that were fastest for this layout's pieces on this device; payloads that
+    it does not reach go by the copy engine, which is right for any memory.
     """
 
     def __init__(
-        self, device: Device, table: RunTable, layout: Layout, calibration: Calibration
+        self,
+        device: Device,
+        table: RunTable,
+        layout: Layout,
+        calibration: Calibration,
+        reaches: Reaches = lambda payloads: False,
     ) -> None:
         pages_per_block = int(layout.run_lengths[0]) // int(table.piece_bytes[0])
         self._device = device
         self._layout = layout
         self._save, self._load = device.stream(Direction.SAVE), device.stream(Direction.LOAD)
         piece = int(table.row_bytes.min())
+        self._reaches = reaches
+        self._buffers: list[Buffer] = []
         self._movers = {
             direction: PageMover(
-                device, table, pages_per_block, method=_method(calibration, direction, piece)
+                device, table, pages_per_block, method=calibration.method(direction, piece)
             )
             for direction in Direction
         }
+        self._copies = PageMover(device, table, pages_per_block, method=Method.COPIES)
 
     def ready(self) -> Event:
         """The point that the compute stream has been given work up to."""
@@ -127,7 +138,7 @@ class DeviceCopies:
         """Copy after `ready`, wait for the bytes, and checksum them in host memory."""
         if ready is not None:
             self._save.wait(ready)
-        self._movers[Direction.SAVE].gather(self._save, pages, payloads)
+        self._mover(Direction.SAVE, payloads).gather(self._save, pages, payloads)
         self._save.record().wait()
         if checksums is None:
             return
@@ -147,26 +158,29 @@ class DeviceCopies:
         """Queue the copy after `ready`."""
         if ready is not None:
             self._load.wait(ready)
-        self._movers[Direction.LOAD].scatter(self._load, pages, payloads, runs, skip_pages)
+        mover = self._mover(Direction.LOAD, payloads)
+        mover.scatter(self._load, pages, payloads, runs, skip_pages)
         return self._load.record()
 
     @contextmanager
     def buffers(self, count: int, size_bytes: int) -> Iterator[list[Bytes]]:
         """Pinned memory."""
         made = [self._device.allocate_pinned(size_bytes) for _ in range(count)]
+        self._buffers = made
         try:
             for buffer in made:
                 buffer.view()[:] = 0
             yield [buffer.view() for buffer in made]
         finally:
+            self._buffers = []
             for buffer in made:
                 buffer.free()
 
-
-def _method(calibration: Calibration, direction: Direction, piece_bytes: int) -> Method:
-    """The fastest method that needs no page-locked memory: the arena is registered as it grows."""
-    best = calibration.method(direction, piece_bytes)
-    return Method.STAGED if best is Method.DIRECT else best
+    def _mover(self, direction: Direction, payloads: UInt64s) -> PageMover:
+        own = {buffer.address for buffer in self._buffers}
+        if set(payloads.tolist()) <= own or self._reaches(payloads):
+            return self._movers[direction]
+        return self._copies
 
 
 def _memory(address: int, size_bytes: int) -> Bytes:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvstore.cuda.calibration import Calibration
 from kvstore.cuda.copy import RunTable
 from kvstore.cuda.device import Device, Event
-from kvstore.page_copies import DeviceCopies, HostCopies, PageCopies
+from kvstore.page_copies import DeviceCopies, HostCopies, PageCopies, Reaches
 from kvstore.tiers.errors import LayoutError
 from kvstore.tiers.layout import Layout
 
@@ -35,7 +35,8 @@ class PagePool:
 
     layout: what a block is.  page_tokens: tokens in one of the engine's pages; a block is a whole
     number of pages.  table: one row for each run.  device: whose memory the arrays lie in; None for
-    host memory.  calibration: what it was measured to do.
+    host memory.  calibration: what it was measured to do.  reaches: which of the store's memory is
+    page-locked for it; none of it unless told.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class PagePool:
         page_tokens: int,
         device: Device | None = None,
         calibration: Calibration | None = None,
+        reaches: Reaches = lambda payloads: False,
     ) -> None:
         if page_tokens < 1 or layout.block_tokens % page_tokens:
             raise LayoutError(
@@ -68,7 +70,7 @@ class PagePool:
         self.copies: PageCopies = HostCopies(self.table, self.pages_per_block)
         if device is not None:
             known = calibration or Calibration(device.name)
-            self.copies = DeviceCopies(device, self.table, layout, known)
+            self.copies = DeviceCopies(device, self.table, layout, known, reaches)
 
     @property
     def pages(self) -> int:

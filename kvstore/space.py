@@ -9,6 +9,7 @@ from kvstore.hashing.chain import ChainFunction
 from kvstore.hashing.namespace import root_key
 from kvstore.identity import Identity
 from kvstore.labels import make_label
+from kvstore.page_copies import Reaches
 from kvstore.plans import SpaceFacts
 from kvstore.pool import PagePool
 from kvstore.sequence import Sequence as TokenSequence
@@ -69,11 +70,15 @@ class Space:
 
         arrays: one NumPy or torch array for each run, in payload order; axis 0 is the page.
         page_tokens: tokens in a page; a whole block unless told. device: in whose memory the arrays
-        lie, see kvstore.cuda; measured when it is used for the first time. Raises LayoutError.
+        lie, see kvstore.cuda; measured when it is used for the first time, and the store's host
+        memory is page-locked for it in the background. Raises LayoutError.
         """
         tokens = page_tokens or self.layout.block_tokens
-        known = None if device is None else calibration_of(device)
-        pool = PagePool(self.layout, arrays, tokens, device, known)
+        if device is None:
+            pool = PagePool(self.layout, arrays, tokens)
+        else:
+            reaches: Reaches = self.store.pin_memory(device)
+            pool = PagePool(self.layout, arrays, tokens, device, calibration_of(device), reaches)
         pool.self_test()
         return pool
 

@@ -348,6 +348,10 @@ class Store:
         self._refuse_closed()
         return drop_bad_blocks(self._placement, self._parts.starter.numbers, list(suspects))
 
+    def pin_memory(self, device: Any) -> Any:
+        """Page-lock host memory for a device: see Space.pool, Placement.pin_memory."""
+        return self._placement.pin_memory(device)
+
     def leaks(self) -> dict[str, int]:
         """Leases and holds that are out now; all zero when nothing is under way."""
         self._refuse_closed()

@@ -8,6 +8,7 @@ import ctypes
 import mmap
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -176,13 +177,19 @@ class Arena:
                 worker.join()
         return sum(done) == self.segments
 
-    def populate_segment(self, segment: int) -> bool:
+    def populate_segment(self, segment: int, threads: int = 1) -> bool:
         """Take a segment's memory and touch its pages. Blocks, with the GIL released.
 
         Returns: True, or False when memory ran out or the arena is closing.
         """
         with self._populating:
-            return not self._stop.is_set() and self.commit(segment) and self._touch_one(segment)
+            if self._stop.is_set() or not self.commit(segment):
+                return False
+            if threads == 1:
+                return self._touch_one(segment)
+            with ThreadPoolExecutor(threads) as pool:
+                parts = pool.map(lambda n: self._touch_one(segment, n, threads), range(threads))
+                return all(list(parts))
 
     def close(self, keep: bool) -> None:
         """End the ownership. keep: leave a persistent arena to the next owner, marked as clean.
@@ -277,9 +284,11 @@ class Arena:
             whole += 1
         done.append(whole)
 
-    def _touch_one(self, segment: int) -> bool:
+    def _touch_one(self, segment: int, nth: int = 0, parts: int = 1) -> bool:
+        """Populate a segment, or every parts-th step of it, from the nth on."""
         start = self.address + self.segments_at + segment * self.segment_bytes
-        for at in range(0, self.segment_bytes, POPULATE_STEP_BYTES):
+        step = POPULATE_STEP_BYTES
+        for at in range(nth * step, self.segment_bytes, parts * step):
             size = min(POPULATE_STEP_BYTES, self.segment_bytes - at)
             if self._stop.is_set() or _libc.madvise(start + at, size, MADV_POPULATE_WRITE):
                 return False

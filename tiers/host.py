@@ -7,17 +7,20 @@ magic is written, which is the last of all its bytes, until that magic is zeroed
     reserve -> payload -> publish: header, then magic -> release: magic zeroed
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.cuda.device import Device
 from kvstore.tiers.arena import SHARED_MEMORY, Arena
 from kvstore.tiers.arena_file import ArenaStart
 from kvstore.tiers.errors import ClosedError
 from kvstore.tiers.failpoints import reach
 from kvstore.tiers.host_scan import MAGIC_WORD, FoundRecords, find_records, merged
 from kvstore.tiers.io import FileIo
+from kvstore.tiers.pinning import PinnedMemory, Pinning
 from kvstore.tiers.record import Bytes
 from kvstore.tiers.slab import Slab, Slots
 from kvstore.tiers.touch_ahead import TouchAhead
@@ -60,7 +63,9 @@ class HostTier:
         self._words = self._bytes.view(np.uint64)
         taken_over = self.arena.start is ArenaStart.TAKEN_OVER
         self._scanned = not taken_over
-        self._touch_ahead = TouchAhead(self.arena, threads=threads)
+        self._threads = threads
+        self._pinning: Pinning | None = None
+        self._touch_ahead = TouchAhead(self.arena, threads=threads, then=self._want_pinned)
         # What a former owner left is counted first, see scan.
         self._touch_ahead.limit(0 if taken_over else self.slab.segments_limit)
         self._touch_ahead.in_use(0)
@@ -144,6 +149,25 @@ class HostTier:
         """Where the payloads start in this process: uint64 [n]."""
         return self.record_addresses(slots) + np.uint64(header_bytes)
 
+    # --- a device
+
+    def pin(self, device: Device, clock: Callable[[], float]) -> Pinning:
+        """Page-lock the arena for a device, in the background: see tiers/pinning.py.
+
+        Under the owner's lock. clock: seconds, monotonic. A second device of this process finds the
+        memory locked for itself, too.
+        """
+        self._refuse_closed()
+        if self._pinning is None:
+            self._pinning = Pinning(self.arena, device, clock, threads=self._threads)
+            self._pinning.want(range(self._touch_ahead.touched()))
+            self._pinning.want(self.slab.assigned().tolist())
+        return self._pinning
+
+    def pinned(self) -> PinnedMemory:
+        """What is page-locked now."""
+        return self._pinning.memory() if self._pinning is not None else PinnedMemory(0, 0.0, 0, 0)
+
     # --- takeover
 
     def scan(self) -> list[FoundRecords]:
@@ -194,7 +218,7 @@ class HostTier:
         self.slab.unassign(segment)
         self.arena.set_class(segment, 0)
         reach("resize.give_back")
-        self._used[segment] = not (given := self.arena.release(segment))
+        self._used[segment] = not (given := self._release_memory(segment))
         return given
 
     def fit_memory(self) -> bool:
@@ -210,7 +234,7 @@ class HostTier:
         ahead = int(firsts[firsts + beyond <= max(limit, len(assigned))][-1])
         self._touch_ahead.limit(ahead)
         loose = np.setdiff1d(np.arange(ahead, self.arena.segments), assigned).tolist()
-        given = all([self.arena.release(segment) for segment in loose])
+        given = all([self._release_memory(segment) for segment in loose])
         self._touch_ahead.in_use(int(assigned[-1]) + 1 if len(assigned) else 0)
         return given
 
@@ -246,6 +270,8 @@ class HostTier:
     def close(self, keep: bool) -> None:
         """End: `keep` leaves a persistent arena to the next owner, else its file is removed."""
         self._touch_ahead.close()
+        if self._pinning is not None:
+            self._pinning.close()
         if not self.arena.closed:
             del self._words, self._bytes
             self.arena.close(keep)
@@ -262,7 +288,18 @@ class HostTier:
             return False
         self._begin_class(segment, slot_bytes)
         self._touch_ahead.in_use(segment + 1)
+        self._want_pinned(segment)
         return True
+
+    def _want_pinned(self, segment: int) -> None:
+        if self._pinning is not None:
+            self._pinning.want([segment])
+
+    def _release_memory(self, segment: int) -> bool:
+        """Give a segment's memory back, unlocked before: a device may not keep it."""
+        if self._pinning is not None:
+            self._pinning.drop(segment)
+        return self.arena.release(segment)
 
     def _begin_class(self, segment: int, slot_bytes: int) -> None:
         """Record a segment's class. Old bytes at the new places of magics are zeroed before.

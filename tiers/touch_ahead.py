@@ -4,6 +4,7 @@ At about half a second a GiB that would be more than the read from disk that lan
 """
 
 import threading
+from collections.abc import Callable
 from typing import Protocol
 
 AHEAD_BYTES = 128 << 20  # Touched beyond what is in use: more than one long prompt takes.
@@ -22,11 +23,18 @@ class TouchAhead:
     """A thread that keeps AHEAD_BYTES of an arena touched beyond the segments in use.
 
     It never waits for anyone and nobody waits for it, except `close`, for one step at most. Without
-    `threads` it does nothing.
+    `threads` it does nothing. then: called with each segment that was touched, by that thread.
     """
 
-    def __init__(self, arena: Segments, *, threads: bool = True) -> None:
+    def __init__(
+        self,
+        arena: Segments,
+        *,
+        threads: bool = True,
+        then: Callable[[int], None] = lambda segment: None,
+    ) -> None:
         self._arena = arena
+        self._then = then
         self._ahead = -(-AHEAD_BYTES // arena.segment_bytes)
         self._changed = threading.Condition()
         self._wanted = 0
@@ -53,6 +61,11 @@ class TouchAhead:
             self._done = min(self._done, segments)
             self._changed.wait_for(lambda: not self._touching)
 
+    def touched(self) -> int:
+        """So many segments, from the first on, have been touched."""
+        with self._changed:
+            return self._done
+
     def close(self) -> None:
         """Stop. A second call does nothing."""
         with self._changed:
@@ -70,6 +83,8 @@ class TouchAhead:
                 segment = self._done
                 self._touching = True
             touched = self._arena.populate_segment(segment)
+            if touched:
+                self._then(segment)
             with self._changed:
                 self._touching = False
                 self._done = min(segment + 1, self._most)

@@ -41,6 +41,11 @@ def stats(store: StoreOption, as_json: JsonOption = False) -> None:
     if found.counters["pinned_blocks"]:
         size = format_size(found.counters["pinned_bytes"])
         print_lines(f"pinned: {found.counters['pinned_blocks']} blocks, {size}")
+    if locked := int(found.page_locked["bytes"]):
+        print_lines(
+            f"page-locked for a device: {format_size(locked)}, "
+            f"{found.page_locked['seconds_per_gib']:.2f} s a GiB"
+        )
     misses = [[reason, str(tokens)] for reason, tokens in found.misses.items() if tokens]
     if misses:
         print_table("Tokens missed, by reason", ["reason", "tokens"], misses)

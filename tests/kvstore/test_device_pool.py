@@ -16,6 +16,7 @@ from kvstore.page_copies import DeviceCopies
 from kvstore.store import Store
 from kvstore.store import open as open_store
 from kvstore.tiers.layout import Layout
+from kvstore.tiers.pinning import Pinning
 from support.device_engine import DeviceEngine, late_device
 from support.engine import prompt
 from support.race_checker import RaceChecker
@@ -222,5 +223,35 @@ def test_a_thousand_interleavings(tmp_path: Path) -> None:
         store.check_integrity()
         assert store.leaks() == {"leases": 0, "holds": 0}
     assert wrong == [] and hits[0] > 1000
+    device.assert_ordered()
+    device.close()
+
+
+def test_kernels_reach_into_host_memory_only_where_it_is_page_locked(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that reads other memory ends the device for good."""
+    locked, launches = [False], [0]
+    device = late_device(3)
+    launch = device.launch
+
+    def watched(stream: Any, kernel: str, *rest: Any, **options: Any) -> None:
+        launches[0] += 1
+        assert locked[0], "a kernel was given memory that is not page-locked"
+        launch(stream, kernel, *rest, **options)
+
+    monkeypatch.setattr(device, "launch", watched)
+    monkeypatch.setattr(Pinning, "covers", lambda self, addresses: locked[0])
+    space = store.namespace(LAYOUT, model="m")
+    locked[0] = True  # The self-test of the pool has pinned buffers of its own.
+    engine = DeviceEngine(space, PAGES, device)
+    for reached, before in ((False, launches[0]), (True, launches[0])):
+        locked[0] = reached
+        tokens = prompt(4 * 20 + 1, int(reached))
+        sequence, pages = engine.space.sequence(tokens), table(5, 20)
+        engine.compute(sequence, pages)
+        sequence.save(engine.pool, pages).result(60)
+        assert engine.ask(tokens, table(6, 20)) == (20, [])
+        assert (launches[0] > before) == reached
     device.assert_ordered()
     device.close()
