@@ -14,13 +14,11 @@ import numpy.typing as npt
 
 from kvstore.clock import Clock
 from kvstore.counters import Counters
-from kvstore.cuda.device import Device
 from kvstore.eviction import Evictor
 from kvstore.home import Home
 from kvstore.index import Index
 from kvstore.media import media_of
 from kvstore.outcomes import Left
-from kvstore.page_copies import Reaches
 from kvstore.pins import Pins
 from kvstore.plans import Dirty, SavePlan, SpaceFacts
 from kvstore.rows import VERIFIED, Ints, Longs
@@ -346,16 +344,8 @@ class Placement:
             self.counters.set(f"{name}_used_bytes", tier.used_bytes)
             self.counters.set(f"{name}_blocks", self.index.blocks(name))
         self.pins.settle()
-        locked = self.host.pinned()
-        self.counters.set("page_locked_bytes", locked.bytes)
-        self.counters.set("page_locked_ns", int(locked.seconds * 1e9))
-        self.counters.set("page_locked_sum_bytes", locked.summed_bytes)
-        self.counters.set("page_lock_failures", locked.failures)
-
-    def pin_memory(self, device: Device) -> Reaches:
-        """Page-lock host memory for a device in the background. Returns: what tells what is."""
-        with self.lock:
-            return self.host.pin(device, self.clock.monotonic).covers
+        for gauge, value in self.host.pinned().gauges().items():
+            self.counters.set(gauge, value)
 
         self.note_disk_state()
 

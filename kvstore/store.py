@@ -349,8 +349,9 @@ class Store:
         return drop_bad_blocks(self._placement, self._parts.starter.numbers, list(suspects))
 
     def pin_memory(self, device: Any) -> Any:
-        """Page-lock host memory for a device: see Space.pool, Placement.pin_memory."""
-        return self._placement.pin_memory(device)
+        """Page-lock host memory for a device, in the background: see Space.pool."""
+        with self._placement.lock:
+            return self._placement.host.pin(device, self._placement.clock.monotonic).covers
 
     def leaks(self) -> dict[str, int]:
         """Leases and holds that are out now; all zero when nothing is under way."""

@@ -37,6 +37,15 @@ class PinnedMemory:
     summed_bytes: int
     failures: int
 
+    def gauges(self) -> dict[str, int]:
+        """As the store's counters have them."""
+        return {
+            "page_locked_bytes": self.bytes,
+            "page_locked_ns": int(self.seconds * 1e9),
+            "page_locked_sum_bytes": self.summed_bytes,
+            "page_lock_failures": self.failures,
+        }
+
 
 class Pinning:
     """Registers segments of one arena with a device, in a thread of its own.
