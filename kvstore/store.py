@@ -350,8 +350,7 @@ class Store:
 
     def pin_memory(self, device: Any) -> Any:
         """Page-lock host memory for a device, in the background: see Space.pool."""
-        with self._placement.lock:
-            return self._placement.host.pin(device, self._placement.clock.monotonic).covers
+        return self._placement.host.pin(device, self._placement.clock.monotonic).covers
 
     def leaks(self) -> dict[str, int]:
         """Leases and holds that are out now; all zero when nothing is under way."""

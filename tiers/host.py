@@ -7,6 +7,7 @@ magic is written, which is the last of all its bytes, until that magic is zeroed
     reserve -> payload -> publish: header, then magic -> release: magic zeroed
 """
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,6 +65,7 @@ class HostTier:
         taken_over = self.arena.start is ArenaStart.TAKEN_OVER
         self._scanned = not taken_over
         self._threads = threads
+        self._pin_lock = threading.Lock()
         self._pinning: Pinning | None = None
         self._touch_ahead = TouchAhead(self.arena, threads=threads, then=self._want_pinned)
         # What a former owner left is counted first, see scan.
@@ -154,15 +156,17 @@ class HostTier:
     def pin(self, device: Device, clock: Callable[[], float]) -> Pinning:
         """Page-lock the arena for a device, in the background: see tiers/pinning.py.
 
-        Under the owner's lock. clock: seconds, monotonic. A second device of this process finds the
+        clock: seconds, monotonic. A second device of this process finds the
         memory locked for itself, too.
         """
         self._refuse_closed()
-        if self._pinning is None:
-            self._pinning = Pinning(self.arena, device, clock, threads=self._threads)
-            self._pinning.want(range(self._touch_ahead.touched()))
-            self._pinning.want(self.slab.assigned().tolist())
-        return self._pinning
+        with self._pin_lock:
+            if self._pinning is None:
+                self._pinning = Pinning(self.arena, device, clock, threads=self._threads)
+                # Whoever takes a segment from now on says so itself.
+                self._pinning.want(range(self._touch_ahead.touched()))
+                self._pinning.want(self.slab.assigned().tolist())
+            return self._pinning
 
     def pinned(self) -> PinnedMemory:
         """What is page-locked now."""
