@@ -14,7 +14,7 @@ import stat
 import time
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,12 @@ class Home:
         )
         with sentence(self.path / STORE_FILE):
             self.replace(STORE_FILE, text.encode())
+
+    def forget_unless(self, made: Path) -> None:
+        """Remove store.toml again, as that of a store that was refused, unless `made` exists."""
+        with suppress(OSError):
+            if not self._io.exists(made):
+                self._io.unlink(STORE_FILE, directory=self._directory)
 
     def replace(self, name: str, data: bytes) -> None:
         """Write a small file: whole or not at all, durable when this returns. Raises OSError."""

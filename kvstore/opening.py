@@ -33,6 +33,7 @@ from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.errors import ConfigError, StoreError
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.io import FileIo, open_own_directory
+from kvstore.tiers.segment import VOLUME_FILE
 from kvstore.write_budget import WriteBudget
 
 ROWS_EXPECTED_MAX = 1 << 20
@@ -134,10 +135,12 @@ def open_parts(
         undo.callback(host.close, keep=True)
         disk = None
         if home is not None and facts is not None:
+            if home.facts() is None:
+                # Before the volumes, which name the store's id: without it they are nobody's.
+                home.write_facts(facts)
+                undo.callback(home.forget_unless, home.path / "disk0" / VOLUME_FILE)
             disk = open_disk(config, facts, io, disks, clock, catalogues)
             undo.callback(disk.close)
-            if home.facts() != facts:
-                home.write_facts(facts)
         placement = _placement(config, host, disk, counters, boot, clock, home)
         starter = Starter(placement, floors)
         settle_s = SETTLE_S if threads else 0.0

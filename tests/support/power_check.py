@@ -14,7 +14,6 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,12 @@ from kvstore.tiers.io import FileIo, aligned_buffer
 from kvstore.tiers.record import HEADER, RecordFormat
 from kvstore.tiers.record_read import RecordCheck
 from support.engine import Engine, payload_of
+from support.marks import Promised
 from support.power_image import Content, Disk, Image, Place
 from support.power_workload import (
     BLOCKS,
     CAPACITY_BYTES,
     LAYOUTS,
-    PLACED,
     SEGMENT_BYTES,
     config_of,
     prompt_of,
@@ -44,32 +43,6 @@ from support.shim import Entry, Event, entries
 from support.walkers import Walkers
 
 CHECKS = [RecordCheck(layout) for layout in LAYOUTS]
-
-
-@dataclass
-class Promised:
-    """What the marks so far say must be on disk. slots: of the durable blocks, by key."""
-
-    slots: dict[bytes, int] = field(default_factory=dict)
-    layouts: dict[bytes, int] = field(default_factory=dict)
-    broken: list[str] = field(default_factory=list)
-
-    def apply(self, entry: Entry) -> None:
-        """One mark."""
-        data = bytes(entry.data)
-        if entry.name == "space":
-            self.layouts[data[:32]] = data[32]
-        elif entry.name == "written":
-            self.slots.update((key, slot) for slot, key in PLACED.iter_unpack(data))
-        elif entry.name == "removing":
-            for slot, key in PLACED.iter_unpack(data):
-                if self.slots.get(key) == slot:
-                    del self.slots[key]
-        elif entry.name == "flushed":
-            keys = [data[at : at + 16] for at in range(0, len(data), 16)]
-            missing = sum(key not in self.slots for key in keys)
-            if missing:
-                self.broken.append(f"{missing} blocks of a flushed prompt were not on disk")
 
 
 class Checker:
@@ -225,7 +198,7 @@ def main(log_path: Path, root: Path, seed: int, images: int, stores: int) -> Non
     for number, instant in enumerate(instants(log, images, chance)):
         for entry in log[at:instant]:
             if entry.event is Event.MARK:
-                promised.apply(entry)
+                promised.apply(entry.name, bytes(entry.data))
                 flushes += entry.name == "flushed"
             else:
                 disk.apply(entry)

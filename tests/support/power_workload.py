@@ -4,17 +4,11 @@
 
 A store of two layouts and several namespaces in ROOT/store fills its disk many times over: saves,
 write-back, evictions, slots used again, segments that change class. It is stopped, started, and
-started with a damaged catalogue on the way. Marks in the log say what must hold from there on:
-
-    space      data: the namespace's digest and the layout's number
-    written    data: the slot and key of every block of a group whose write_group returned
-    removing   data: the same of blocks whose removal was asked for
-    flushed    data: the keys of a prompt that `flush` said is durable
+started with a damaged catalogue on the way. The marks of support/marks.py are in the log.
 """
 
 import contextlib
 import os
-import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,12 +18,10 @@ import numpy as np
 import kvstore.opening
 from kvstore.config import Config
 from kvstore.store import Store
-from kvstore.tiers.catalogue_row import slots_of_rows
-from kvstore.tiers.disk import DiskTier
-from kvstore.tiers.disk_outcomes import NO_SLOTS, Written
 from kvstore.tiers.failpoints import plant
 from kvstore.tiers.layout import Layout
 from support.engine import Engine
+from support.marks import Marks
 from support.recording import RecordingIo
 from support.shim import Event, Log
 
@@ -40,7 +32,6 @@ LAYOUTS = (
 SEGMENT_BYTES = 256 << 10
 CAPACITY_BYTES = 4 << 20
 BLOCKS = 18
-PLACED = struct.Struct("<Q16s")
 DAMAGE_AT = 2 * 4096
 
 
@@ -68,51 +59,6 @@ def prompt_of(number: int) -> Any:
     return np.concatenate([root, own])
 
 
-class Marks:
-    """Writes the marks, from inside the disk tier."""
-
-    def __init__(self) -> None:
-        self.log = Log()
-        self._keys: dict[int, bytes] = {}
-
-    def add(self, name: str, data: bytes) -> None:
-        self.log.add(Event.MARK, name, 0, data)
-
-    def install(self) -> None:
-        """From now on every DiskTier of this process tells what it wrote and removes."""
-        write_group, remove, load = DiskTier.write_group, DiskTier.remove, DiskTier.load
-        marks = self
-
-        def marked_write(
-            tier: DiskTier, slots: Any, records: Any, rows: Any, gone: Any = NO_SLOTS
-        ) -> Any:
-            outcome = write_group(tier, slots, records, rows, gone)
-            if isinstance(outcome, Written):
-                keys = [bytes(key) for key in rows["key"]]
-                marks._keys.update(zip(slots.tolist(), keys, strict=True))
-                marks.add("written", marks._placed(slots.tolist()))
-            return outcome
-
-        def marked_remove(tier: DiskTier, slots: Any) -> None:
-            marks.add("removing", marks._placed(s for s in slots.tolist() if s in marks._keys))
-            remove(tier, slots)
-
-        def marked_load(tier: DiskTier) -> Any:
-            loaded = load(tier)
-            marks._keys.clear()
-            for rows in loaded.rows.values():
-                slots = slots_of_rows(rows, tier.per).tolist()
-                marks._keys.update(zip(slots, (bytes(k) for k in rows["key"]), strict=True))
-            return loaded
-
-        DiskTier.write_group = marked_write  # type: ignore[method-assign]
-        DiskTier.remove = marked_remove  # type: ignore[method-assign]
-        DiskTier.load = marked_load  # type: ignore[method-assign]
-
-    def _placed(self, slots: Any) -> bytes:
-        return b"".join(PLACED.pack(slot, self._keys[slot]) for slot in slots)
-
-
 def run_prompts(store: Store, marks: Marks, numbers: range) -> None:
     """Save these prompts, and flush after each; two layouts and a new namespace now and then."""
     for number in numbers:
@@ -129,7 +75,8 @@ def run_prompts(store: Store, marks: Marks, numbers: range) -> None:
 
 
 def main(root: Path, prompts: int, bug: str) -> None:
-    marks = Marks()
+    log = Log()
+    marks = Marks(lambda name, data: log.add(Event.MARK, name, 0, data))
     marks.install()
     small_segments()
     io = RecordingIo(root)
