@@ -226,8 +226,8 @@ class Resizer:
                 self._placement.expire_leases()
                 assert self._evict_disk is not None
                 segment = self._evict_disk.coldest_segment(disk.slab, 0, among=among)
-                if segment is not None:
-                    disk.sizing.retire(segment)
+                if segment is not None and not disk.sizing.retire(segment):
+                    segment = None
             if segment is None:
                 if not self._wait(until_s):
                     return self._stop()

@@ -98,14 +98,23 @@ class DiskSizing:
             most = max(volume.need_bytes({}) for volume in self._volumes)
         return -(-most // ALIGN) * ALIGN * len(self._volumes) + self._other_bytes
 
-    def retire(self, segment: int) -> None:
-        """Give out no more slots of a segment."""
-        with self._growing, self._lock:
-            self._slab.retire(segment)
+    def retire(self, segment: int) -> bool:
+        """Give out no more slots of a segment; never waits for a device.
+
+        Returns: True | False, where it was abandoned or is changing its class just now.
+        """
+        with self._lock:
+            slab = self._slab
+            if slab.is_quarantined(segment) or slab.is_retiring(segment):
+                return False
+            if not slab.class_of(segment):
+                return False
+            slab.retire(segment)
+            return True
 
     def keep(self, segment: int) -> None:
         """A segment that did not get empty goes on."""
-        with self._growing, self._lock:
+        with self._lock:
             if self._slab.is_retiring(segment):
                 self._slab.keep(segment)
 
