@@ -138,6 +138,8 @@ def _leg(store: Store, workers: list[Worker], operations: int, kind: Kind, name:
         if kind.resized and beside % 4 == 0:
             part = 2 - beside // 4 % 2
             store.resize(host_bytes=kind.host // part, disk_bytes=kind.disk // part)
+    if kind.resized:
+        store.resize(host_bytes=kind.host, disk_bytes=kind.disk)
     for worker in workers:
         if worker.failure is not None:
             raise Violation(f"{name}: {worker.failure}\n{_last_notes(workers, worker)}") from (
