@@ -10,6 +10,7 @@ import queue
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +26,7 @@ from kvstore.tiers.base import MissReason, TierName
 from kvstore.tiers.errors import TokenError
 
 LOG = logging.getLogger(__name__)
-LOADER_THREADS = 4
+LOADER_THREADS = 4  # for loads from host memory, and as many for those that need the disk
 STEP_BYTES = 8 << 20  # A copy of less is not worth telling anyone.
 Longs = npt.NDArray[np.int64]
 
@@ -186,31 +187,46 @@ class Load:
             self._changed.notify_all()
 
 
+Queue = queue.Queue["Load | None"]
+
+
 class Loader:
-    """The threads that run loads; without `threads` whoever calls `step`. The queue is bounded."""
+    """The threads that run loads; without `threads` whoever calls `step`. The queues are bounded.
+
+    Loads that need the disk have threads of their own, and the others never wait behind them: a
+    device that stalls holds up only what it holds.
+    """
 
     def __init__(
         self, placement: Placement, disks: Executor, load_queue: int, *, threads: bool = True
     ) -> None:
+        """load_queue: loads of either kind that may wait."""
         self._placement = placement
         self._reads = Reads(placement, disks, waits=threads) if placement.disk is not None else None
-        self._queue: queue.Queue[Load | None] = queue.Queue(load_queue)
+        self._queues: dict[TierName, Queue] = {TierName.HOST: queue.Queue(load_queue)}
+        if placement.disk is not None:
+            self._queues[TierName.DISK] = queue.Queue(load_queue)
         self._closing = threading.Lock()
         self._closed = False
         self._threads = [
-            threading.Thread(target=self._run, name=f"kvstore-load-{n}", daemon=True)
+            threading.Thread(target=self._run, args=(tier,), name=f"kvstore-load-{tier}-{n}")
+            for tier in self._queues
             for n in range(LOADER_THREADS if threads else 0)
         ]
         for thread in self._threads:
+            thread.daemon = True
             thread.start()
 
     def submit(self, load: Load) -> bool:
         """Queue a load whose rows are held. Returns False if it is full, or closed."""
+        with self._placement.lock:
+            slots = self._placement.index.slots(TierName.HOST, load.rows[: load.limit])
+        tier = TierName.DISK if (slots < 0).any() else TierName.HOST
         with self._closing:
             if self._closed:
                 return False
             try:
-                self._queue.put_nowait(load)
+                self._queues.get(tier, self._queues[TierName.HOST]).put_nowait(load)
             except queue.Full:
                 return False
         return True
@@ -219,24 +235,29 @@ class Loader:
         """Finish what is queued and stop."""
         with self._closing:
             self._closed = True
-        for _ in self._threads:
-            self._queue.put(None)
+        for waiting in self._queues.values():
+            for _ in range(len(self._threads) // len(self._queues)):
+                waiting.put(None)
         for thread in self._threads:
             thread.join()
         while self.step():
             pass
 
-    def step(self, wait: bool = False) -> bool:
-        """Run the next load; `wait` for one if there is none.
+    def step(self) -> bool:
+        """Run the next load. Returns: whether there was one."""
+        for waiting in self._queues.values():
+            with suppress(queue.Empty):
+                load = waiting.get_nowait()
+                if load is not None:
+                    self._end_to_end(load)
+                    return True
+        return False
 
-        Returns: whether there was one. With `wait` False means that the loader was closed.
-        """
-        try:
-            load = self._queue.get(block=wait)
-        except queue.Empty:
-            return False
-        if load is None:
-            return False
+    def _run(self, tier: TierName) -> None:
+        while (load := self._queues[tier].get()) is not None:
+            self._end_to_end(load)
+
+    def _end_to_end(self, load: Load) -> None:
         try:
             self._load(load)
         except Exception:
@@ -247,7 +268,6 @@ class Loader:
             self._wait_filled(load)
         finally:
             self.finish(load)
-        return True
 
     @staticmethod
     def _wait_filled(load: Load) -> None:
@@ -256,10 +276,6 @@ class Loader:
             load.wait_filled()
         except Exception:
             LOG.exception("the device failed too")
-
-    def _run(self) -> None:
-        while self.step(wait=True):
-            pass
 
     def _load(self, load: Load) -> None:
         if load.cancelled:

@@ -27,7 +27,7 @@ def find_prefix(
     placement.index.touch(found.rows)
     placement.pins.hit(sequence, found.rows, usable)
     in_host = found.blocks[TierName.HOST]
-    readable = placement.readable(found.rows, in_host)
+    readable = placement.disk_watch.readable(placement.index, found.rows, in_host)
     if readable < len(found.rows):
         return found.rows[:readable], in_host, MissReason.OFF
     return found.rows, in_host, found.reason or MissReason.ABSENT

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvstore.clock import Clock
 from kvstore.counters import Counters
+from kvstore.disk_watch import DiskWatch
 from kvstore.eviction import Evictor
 from kvstore.home import Home
 from kvstore.index import Index
@@ -25,7 +26,6 @@ from kvstore.rows import VERIFIED, Ints, Longs
 from kvstore.sequence import Sequence
 from kvstore.ticket import Leases
 from kvstore.tiers.base import MissReason, SaveDrop, TierName
-from kvstore.tiers.disk_outcomes import DiskState
 from kvstore.tiers.errors import StoreError
 from kvstore.tiers.failpoints import reach
 from kvstore.tiers.host import HostTier
@@ -65,8 +65,7 @@ class Placement:
         self.dirty: deque[Dirty] = deque()  # what write-back has to do, root first
         self.short_of_room = False  # somebody found no slot while there was something to write
         self.writes_fail = False  # the last group was not written
-        self._disk_state = DiskState.ON
-        counters.set("disk_state", 0)
+        self.disk_watch = DiskWatch(disk, counters)
         self.spaces: dict[int, SpaceFacts] = {}  # by their number in the index
         # By a space's number: up with every invalidation. What was found, or begun to be computed,
         # under another epoch is neither saved nor given out.
@@ -236,7 +235,8 @@ class Placement:
         Not while the disk takes nothing or the day's budget is spent, and not when write-back has
         passed over what is left: blocks that never get to disk would freeze host memory.
         """
-        writes = not self.writes_fail and self.budget.ready()
+        fails = self.writes_fail or self.disk_watch.writes_fail
+        writes = not fails and self.budget.ready()
         return self.disk is not None and bool(self.dirty) and writes
 
     def count_evicted(self, rows: Ints) -> None:
@@ -347,25 +347,7 @@ class Placement:
         for gauge, value in self.host.pinned().gauges().items():
             self.counters.set(gauge, value)
 
-        self.note_disk_state()
-
-    def note_disk_state(self) -> None:
-        """Count when the disk became read-only or went off, and show what it is now."""
-        if self.disk is None:
-            return
-        state, before = self.disk.health.state, self._disk_state
-        self._disk_state = state
-        if state is not before:
-            self.counters.set("disk_state", list(DiskState).index(state))
-            if state is not DiskState.ON:
-                self.counters.add(f"disk_times.{state}")
-
-    def readable(self, rows: Ints, in_host: int) -> int:
-        """How many leading rows can be read now: from `in_host` on they lie on disk alone."""
-        if self.disk is None or self.disk.health.state is not DiskState.OFF:
-            return len(rows)
-        slots = self.index.slots(TierName.DISK, rows[in_host:])
-        return in_host + self.disk.readable(slots)
+        self.disk_watch.note()
 
     def publish_reads(self, rows: Ints, slots: Longs, good: npt.NDArray[np.bool_]) -> None:
         """Blocks read from disk stay in host memory where their parent is; other slots go back."""

@@ -129,7 +129,7 @@ class Writer:
             if len(lost):
                 with placement.lock:
                     placement.drop_disk_slots(lost)
-            placement.note_disk_state()
+            placement.disk_watch.note()
 
     def _run(self) -> None:
         while self.step(CHECK_S) or not self._is_over():

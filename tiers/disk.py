@@ -159,7 +159,8 @@ class DiskTier:
         """
         if not self._loaded or not self.slab.fits(slot_bytes):
             return NO_SLOTS
-        taken = self.room.reserve(slot_bytes, count, near, block_tokens)
+        with self.health.writing():  # It may make a segment.
+            taken = self.room.reserve(slot_bytes, count, near, block_tokens)
         reach("disk.reuse")
         return taken
 
@@ -182,7 +183,8 @@ class DiskTier:
 
     def flush_removals(self) -> WriteFault | None:
         """Commit all pending removals. Returns: None | CATALOGUE_FULL | CATALOGUE_DEVICE."""
-        return self._removals.flush()
+        with self.health.writing():
+            return self._removals.flush()
 
     def removing(self) -> int:
         """How many slots wait for the commit of their removal."""
@@ -203,7 +205,8 @@ class DiskTier:
 
         Returns: whether it could; False also while a block of it is left.
         """
-        return self.slab.fits(slot_bytes) and self.room.reassign(segment, slot_bytes)
+        with self.health.writing():
+            return self.slab.fits(slot_bytes) and self.room.reassign(segment, slot_bytes)
 
     # --- bytes
 
@@ -310,15 +313,8 @@ class DiskTier:
             uncommitted=self._uncommitted,
             unlisted=self._removals.unlisted,
         )
-        return Upkeep(
-            self._volumes,
-            self.slab,
-            self._files,
-            self.room,
-            self._reads,
-            lock=self._lock,
-            reopen_catalogue=reopen_catalogue,
-        )
+        places = (self._volumes, self.slab, self._files, self.room, self._reads)
+        return Upkeep(*places, lock=self._lock, reopen_catalogue=reopen_catalogue)
 
     def _volume_of(self, segment: int) -> Volume:
         return self._volumes[segment % len(self._volumes)]

@@ -15,7 +15,7 @@ from kvstore.tiers.record import RecordFormat
 from support.checks import disk_usage
 from support.disk_blocks import SEGMENT, FaultyIo, Rig, block, found_blocks, open_rig
 from support.failing_catalogues import FailingCatalogues
-from support.hand_clock import HandClock
+from support.manual_clock import ManualClock
 
 SLOT = RecordFormat.of(block(0).layout).slot_bytes
 
@@ -25,7 +25,7 @@ class Case:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.catalogues, self.io, self.clock = FailingCatalogues(), FaultyIo(), HandClock()
+        self.catalogues, self.io, self.clock = FailingCatalogues(), FaultyIo(), ManualClock()
         self.rig = open_rig(
             path, self.io, catalogues=self.catalogues, monotonic=self.clock.monotonic
         )
@@ -44,7 +44,7 @@ class Case:
         """Tend until writes are taken. Returns: seconds that it took."""
         began = self.clock.now_s
         while not self.rig.tier.health.takes_writes:
-            self.clock.pass_s(0.05)
+            self.clock.advance(0.05)
             assert len(self.rig.tier.tend()) == 0
             assert self.clock.now_s - began < 5.0
         return self.clock.now_s - began
@@ -89,7 +89,7 @@ def test_a_catalogue_whose_device_failed_is_made_anew(case: Case, committed: boo
     assert all(case.rig.good(slot, number) for number, slot in case.stored.items())
     # While the device still fails nothing changes but the back-off.
     for _ in range(30):
-        case.clock.pass_s(0.1)
+        case.clock.advance(0.1)
         assert len(tier.tend()) == 0
     assert not tier.health.takes_writes
     assert 2 <= tier._upkeep.failed <= 4
@@ -124,7 +124,7 @@ def test_blocks_whose_row_is_lost_leave_the_tier(case: Case) -> None:
     keys = [b"".join(part.to_bytes(4, "big") for part in divmod(slot, per)) for slot in lost]
     case.catalogues.fail = lambda: None
     assert type(catalogue).commit(catalogue, Change(removed=keys)) is None
-    case.clock.pass_s(1.0)
+    case.clock.advance(1.0)
     assert case.rig.tier.tend().tolist() == lost
     case.rig.tier.remove(np.array(lost, np.int64))  # as the index does
     assert case.rig.tier.flush_removals() is None
@@ -141,7 +141,7 @@ def test_a_crash_while_a_catalogue_is_made_anew_loses_no_block(case: Case) -> No
         return CommitFault.DEVICE if calls == 1 else None
 
     case.catalogues.fail = first
-    case.clock.pass_s(1.0)
+    case.clock.advance(1.0)
     case.rig.tier.tend()
     assert calls == 1 and not case.rig.tier.health.takes_writes
     after = case.reopened()  # the new catalogue has no row
@@ -242,7 +242,7 @@ def test_a_group_committed_to_a_segment_that_is_lost_meanwhile_is_not_kept(case:
     outcome = case.rig.put(slots, [block(n) for n in range(50, 54)])
     assert isinstance(outcome, WriteFailed) and outcome.reason is WriteFault.SYNC_FAILED
     assert case.rig.tier.flush_removals() is None
-    case.clock.pass_s(1.0)
+    case.clock.advance(1.0)
     case.rig.tier.tend()
     assert not len(case.rig.tier.slab.quarantined())
     case.check({n for n, s in case.stored.items() if s not in lost})

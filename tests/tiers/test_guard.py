@@ -3,10 +3,10 @@
 import pytest
 
 from kvstore.tiers.guard import Guard, GuardState, growth_guard, read_guard, write_guard
-from support.hand_clock import HandClock
+from support.manual_clock import ManualClock
 
 
-def backoffs(guard: Guard, clock: HandClock, count: int) -> list[float]:
+def backoffs(guard: Guard, clock: ManualClock, count: int) -> list[float]:
     """How long it stays open after each of so many failed probes."""
     waits = []
     for _ in range(count):
@@ -20,7 +20,7 @@ def backoffs(guard: Guard, clock: HandClock, count: int) -> list[float]:
 
 
 def test_faults_in_a_row_open_it_and_a_success_between_them_does_not() -> None:
-    guard = Guard(HandClock().monotonic, faults_max=3, first_s=1.0, longest_s=4.0)
+    guard = Guard(ManualClock().monotonic, faults_max=3, first_s=1.0, longest_s=4.0)
     for _ in range(5):
         assert not guard.failure() and not guard.failure()
         assert guard.faulty and guard.allows()
@@ -31,7 +31,7 @@ def test_faults_in_a_row_open_it_and_a_success_between_them_does_not() -> None:
 
 
 def test_the_back_off_doubles_up_to_its_limit_and_starts_again_after_a_success() -> None:
-    clock = HandClock()
+    clock = ManualClock()
     guard = Guard(clock.monotonic, faults_max=1, first_s=0.25, longest_s=2.0)
     guard.failure()
     assert backoffs(guard, clock, 6) == [0.25, 0.5, 1.0, 2.0, 2.0, 2.0]
@@ -43,7 +43,7 @@ def test_the_back_off_doubles_up_to_its_limit_and_starts_again_after_a_success()
 
 
 def test_a_failure_that_began_before_it_opened_changes_nothing() -> None:
-    clock = HandClock()
+    clock = ManualClock()
     guard = Guard(clock.monotonic, faults_max=1, first_s=1.0, longest_s=8.0)
     guard.failure()
     for _ in range(10):
@@ -54,7 +54,7 @@ def test_a_failure_that_began_before_it_opened_changes_nothing() -> None:
 
 
 def test_a_final_fault_opens_it_at_once_and_whoever_asks_may_probe_at_once() -> None:
-    guard = Guard(HandClock().monotonic, faults_max=5, first_s=1.0, longest_s=1.0)
+    guard = Guard(ManualClock().monotonic, faults_max=5, first_s=1.0, longest_s=1.0)
     assert guard.failure(final=True) and not guard.allows()
     guard.retry_now()
     assert guard.state is GuardState.HALF_OPEN
@@ -64,7 +64,7 @@ def test_a_final_fault_opens_it_at_once_and_whoever_asks_may_probe_at_once() -> 
 
 @pytest.mark.parametrize(("make", "faults"), [(write_guard, 2), (growth_guard, 1), (read_guard, 5)])
 def test_the_guards_of_a_volume(make: object, faults: int) -> None:
-    clock = HandClock()
+    clock = ManualClock()
     guard: Guard = make(clock.monotonic)  # type: ignore[operator]
     for _ in range(faults - 1):
         assert not guard.failure()
