@@ -137,7 +137,7 @@ def kill_at_random(victims: Victims, kills: int, seed: int) -> None:
 
 @pytest.mark.slow
 def test_kills_at_random_instants_of_resizes(victims: Victims) -> None:
-    kill_at_random(victims, 4, seed=1)
+    kill_at_random(victims, 2, seed=1)
 
 
 @pytest.mark.long

@@ -360,7 +360,7 @@ def resize_under_load(path: Path, seed: int, resizes: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_random_resizes_under_load(tmp_path: Path, seed: int) -> None:
-    resize_under_load(tmp_path / "store", seed, 12)
+    resize_under_load(tmp_path / "store", seed, 6)
 
 
 @pytest.mark.long
