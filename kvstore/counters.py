@@ -11,6 +11,7 @@ after it died.
 import mmap
 import struct
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -157,7 +158,8 @@ class Counters:
         """Unmap. Counters stay in the file."""
         del self._values
         if isinstance(self._mapping, mmap.mmap):
-            self._mapping.flush()
+            with suppress(OSError):  # A device that failed: the counts since then are lost.
+                self._mapping.flush()
             self._mapping.close()
 
 

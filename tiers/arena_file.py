@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from kvstore.tiers.arena_sweep import sweep_arenas
 from kvstore.tiers.errors import ConfigError, StoreBusyError, StoreError
 from kvstore.tiers.io import FileIo
 
@@ -63,7 +64,7 @@ def open_arena_file(
             lock = _open_found(io, path, directory)
             made = lock < 0
             if made:
-                refuse_above(io.free_bytes(directory), capacity_bytes, str(path.parent))
+                _make_room(io, path, directory, capacity_bytes)
                 lock = _make(io, path, directory)
                 if lock < 0:
                     continue  # Another process made it first: look at that one.
@@ -90,13 +91,22 @@ def remove_arena_file(io: FileIo, path: Path, file: ArenaFile) -> None:
         io.unlink(path.name, directory=file.directory)
 
 
-def refuse_above(free_bytes: int, wanted_bytes: int, place: str) -> None:
+def refuse_above(free_bytes: int, wanted_bytes: int, place: str, why: str = "") -> None:
     """Raise ConfigError when a capacity does not fit into what is free."""
     if wanted_bytes > free_bytes:
         raise ConfigError(
-            f"host capacity of {wanted_bytes} bytes does not fit: {place} has {free_bytes} free; "
-            "lower the host capacity or make room there"
+            f"host capacity of {wanted_bytes} bytes does not fit: {place} has {free_bytes} free"
+            f"{why}; lower the host capacity or make room there"
         )
+
+
+def _make_room(io: FileIo, path: Path, directory: int, capacity_bytes: int) -> None:
+    """Raise ConfigError where a new arena does not fit, even without those that nobody owns."""
+    if io.free_bytes(directory) >= capacity_bytes:
+        return
+    swept = sweep_arenas(io, path.parent, until_free_bytes=capacity_bytes, keep=path.name)
+    why = f" and {len(swept.in_use)} arenas of running stores" if swept.in_use else ""
+    refuse_above(io.free_bytes(directory), capacity_bytes, str(path.parent), why)
 
 
 def _open_directory(io: FileIo, path: Path) -> int:

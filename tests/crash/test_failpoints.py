@@ -4,8 +4,6 @@ Row 2: afterwards the store opens, serves nothing wrong, has all that `flush` sa
 leaves no arena behind, and saves again.
 """
 
-import math
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,31 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.home import read_facts
-from kvstore.store import Store
 from kvstore.tiers.failpoints import FAILPOINTS
-from kvstore.tiers.io import FileIo
-from support.checks import assert_at_rest, disk_usage
-from support.engine import Engine
+from support.after_kill import as_victims_do, check
 from support.victims import (
-    BLOCKS,
-    CAPACITY_BYTES,
     FILE_CALL,
-    PROMPTS,
-    ROOT_BLOCKS,
-    Ended,
     Victims,
-    config_of,
-    prompt_of,
-    share_a_space,
-    small_segments,
-    space_of,
 )
 
 ROUNDS = 5
 LONG_ROUNDS = 100
-NEVER = 1 << 30
-SAVES = 5
 NEEDS_A_NEW_STORE = {"disk.add_segment", "host.steal", "disk.steal"}
 DAMAGE = b"\xff" * (16 * 4096)
 
@@ -51,53 +33,7 @@ def victims() -> Iterator[Victims]:
 
 @pytest.fixture(autouse=True)
 def settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small segments; and in this process nothing is written back, and so evicted, unasked."""
-    monkeypatch.setattr("kvstore.writeback.START_AT", math.inf)
-    monkeypatch.setattr("kvstore.opening.segment_bytes", None)
-    small_segments()
-
-
-def check(directory: Path, turn: int, ended: Ended) -> None:
-    """Reopen a victim's store."""
-    on_disk = ended.promised.slots.keys() | ended.promised.loaded.keys()
-    must = 0
-    with Store(config_of(directory, dirty_age_s=3600)) as store:
-        store.check_integrity()
-        numbers = range(max(0, turn * PROMPTS - 2), (turn + 1) * PROMPTS)
-        for number in numbers:
-            sequence = space_of(store, number).sequence(prompt_of(number))
-            ticket = sequence.lookup()
-            there = [key.tobytes() in on_disk for key in sequence.keys[: sequence.blocks]]
-            durable = len(there) if all(there) else there.index(False)
-            if ended.unsettled is None or not share_a_space(number, ended.unsettled):
-                assert ticket.blocks >= durable, f"a durable block of prompt {number} was lost"
-            assert not any(there[durable:]), f"a block of prompt {number} is there, its parent not"
-            must += durable
-            if number == ended.invalidated:
-                assert ticket.blocks <= ROOT_BLOCKS, "a block that was invalidated is served"
-            ticket.release()
-        assert must or not on_disk
-        store.flush()  # What host memory alone holds would keep it from taking what is on disk.
-        for number in numbers:
-            engine = Engine(space_of(store, number), 2 * BLOCKS)
-            with engine.space.sequence(prompt_of(number)).lookup() as ticket:
-                result = engine.load(ticket)  # asserts every byte of it
-                assert result.tokens == ticket.tokens, result.reason
-        # What host memory alone holds may leave no room for it at once, never for good.
-        for _ in range(SAVES):
-            _, saved = engine.save(prompt_of(NEVER))
-            store.flush()
-            if not saved.dropped:
-                break
-        assert not saved.dropped
-        assert_at_rest(store)
-        bad = {n: c for n, c in store.counters().items() if n.startswith("bad_blocks") and c}
-        assert not bad
-    assert disk_usage(directory) <= CAPACITY_BYTES
-    facts = read_facts(directory, FileIo())
-    assert facts is not None
-    left = Path("/dev/shm").glob(f"kvstore-{os.geteuid()}-{facts.store_id.hex()}*")
-    assert not list(left), "a clean stop leaves no arena"
+    as_victims_do(monkeypatch)
 
 
 def damage_catalogue(directory: Path) -> None:

@@ -20,9 +20,10 @@ from support.checks import assert_at_rest, disk_usage
 from support.engine import Engine
 from support.writer import DISK_BYTES, HOST_BYTES, LAYOUT, PAGES, PROMPTS_MAX, prompt_of
 
-KILLS = 50
-ARENA_KILLS = 10
-LONG_KILLS = 1000
+KILLS = 80
+ARENA_KILLS = 20
+LONG_KILLS = 1_600
+LONG_ARENA_KILLS = 400
 LATEST = 6  # Prompts of the last round that are young enough to be on disk still.
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -140,5 +141,5 @@ def test_kills(victims: Victims) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_a_thousand_kills(victims: Victims) -> None:
-    kill_many(victims, LONG_KILLS)
+def test_two_thousand_kills(victims: Victims) -> None:
+    kill_many(victims, LONG_ARENA_KILLS if victims.persist else LONG_KILLS)
