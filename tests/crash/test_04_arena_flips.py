@@ -5,6 +5,7 @@ damaged and lies under its name again when the store is opened.
 """
 
 import logging
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
@@ -48,13 +49,14 @@ class Kill:
 
     directory: Path
     arena: Path
-    image: bytes
+    image: bytes  # as far as there are records
+    size: int
     offsets: list[int]  # chain after chain
 
     def settings(self, at: Path) -> dict[str, Any]:
         shared = {"persist": True, "arena_directory": at}
         # So large and so patient that nothing is written back before a flush.
-        return {**SETTINGS, **shared, "host": "96MiB", "dirty_age_s": 3600.0}
+        return {**SETTINGS, **shared, "host": "96MiB", "dirty_age_s": 3600.0, "direct": False}
 
     def take_over(self, at: Path, image: bytearray) -> Store:
         """The next owner, in a directory of its own, with this arena."""
@@ -66,6 +68,7 @@ class Kill:
         place = at / "shm" / self.arena.name
         place.touch(0o600)
         place.write_bytes(image)
+        os.truncate(place, self.size)
         store = open_store(at / "store", **self.settings(at / "shm"))
         assert store._placement.host.taken_over
         return store
@@ -73,7 +76,7 @@ class Kill:
 
 def make_kill(at: Path, flushed: bool) -> Kill:
     """flushed: the blocks are on disk too."""
-    kill = Kill(at / "kept", Path(), b"", [])
+    kill = Kill(at / "kept", Path(), b"", 0, [])
     (at / "shm").mkdir()
     with open_store(at / "store", **kill.settings(at / "shm")) as store:
         save_chains(store)
@@ -89,13 +92,15 @@ def make_kill(at: Path, flushed: bool) -> Kill:
             kill.offsets += [int(a) - address for a in placement.host.record_addresses(slots)]
         copy_store(at / "store", kill.directory)
         kill.arena = placement.host.arena.path
-        kill.image = kill.arena.read_bytes()
+        kill.size = kill.arena.stat().st_size
+        with kill.arena.open("rb") as file:
+            kill.image = file.read(max(kill.offsets) + RECORD.slot_bytes)
     return kill
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Kill:
-    return make_kill(tmp_path_factory.mktemp("killed"), flushed=False)
+def killed(module_memory: Path) -> Kill:
+    return make_kill(module_memory, flushed=False)
 
 
 @pytest.fixture(autouse=True)
@@ -118,18 +123,18 @@ def damaged(kill: Kill, bits: Any) -> bytearray:
     return image
 
 
-def test_an_undamaged_arena_serves_all(killed: Kill, tmp_path: Path) -> None:
-    with killed.take_over(tmp_path, bytearray(killed.image)) as store:
+def test_an_undamaged_arena_serves_all(killed: Kill, memory: Path) -> None:
+    with killed.take_over(memory, bytearray(killed.image)) as store:
         assert [load(store, chain) for chain in range(CHAINS)] == [BLOCKS] * CHAINS
         assert store.counters()["tokens_hit.host"] == RECORDS * TOKENS
 
 
 @pytest.mark.slow
-def test_every_bit_of_a_header(killed: Kill, tmp_path: Path) -> None:
+def test_every_bit_of_a_header(killed: Kill, memory: Path) -> None:
     """A record whose header is not whole is no block: nothing of it is found."""
     for first in range(0, HEADER_BITS, RECORDS):
         image = damaged(killed, range(first, first + RECORDS))
-        with killed.take_over(tmp_path, image) as store:
+        with killed.take_over(memory, image) as store:
             assert store._placement.index.blocks(TierName.HOST) == 0
             assert [load(store, chain) for chain in range(CHAINS)] == [0] * CHAINS
             assert store.counters()["misses.absent"] == RECORDS * TOKENS
@@ -138,7 +143,7 @@ def test_every_bit_of_a_header(killed: Kill, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_random_bits_of_a_payload(killed: Kill, tmp_path: Path) -> None:
+def test_random_bits_of_a_payload(killed: Kill, memory: Path) -> None:
     """From the last block of each chain to its first: each is loaded by itself, and missed."""
     random = np.random.default_rng(4)
     flipped = 0
@@ -146,7 +151,7 @@ def test_random_bits_of_a_payload(killed: Kill, tmp_path: Path) -> None:
         chains = [tokens_of(chain) for chain in range(CHAINS)]
         chains = chains[: -(-(BODY_BITS - flipped) // BLOCKS)]
         bits = random.integers(0, PAYLOAD_BITS, RECORDS) + HEADER_BITS
-        with killed.take_over(tmp_path, damaged(killed, bits)) as store:
+        with killed.take_over(memory, damaged(killed, bits)) as store:
             engine = engine_of(store)
             for block in reversed(range(BLOCKS)):
                 loads = [
@@ -165,15 +170,15 @@ def test_random_bits_of_a_payload(killed: Kill, tmp_path: Path) -> None:
     print(f"{flipped} of {flipped} flipped payload bits were counted misses")
 
 
-def test_bits_that_nobody_reads(killed: Kill, tmp_path: Path) -> None:
+def test_bits_that_nobody_reads(killed: Kill, memory: Path) -> None:
     padding_at = (RECORD.header_bytes + RECORD.payload_bytes) * 8
     padding_bits = RECORD.slot_bytes * 8 - padding_at
     image = damaged(killed, [padding_at + n % padding_bits for n in range(RECORDS)])
-    with killed.take_over(tmp_path, image) as store:
+    with killed.take_over(memory, image) as store:
         assert [load(store, chain) for chain in range(CHAINS)] == [BLOCKS] * CHAINS
 
 
-def test_records_in_each_others_place_are_blocks_all_the_same(killed: Kill, tmp_path: Path) -> None:
+def test_records_in_each_others_place_are_blocks_all_the_same(killed: Kill, memory: Path) -> None:
     """A slot means nothing by itself: the header says what lies there. Two halves mean nothing."""
     size, half = RECORD.slot_bytes, RECORD.header_bytes
     whole, mixed = bytearray(killed.image), bytearray(killed.image)
@@ -181,48 +186,48 @@ def test_records_in_each_others_place_are_blocks_all_the_same(killed: Kill, tmp_
         whole[one : one + size] = killed.image[other : other + size]
         whole[other : other + size] = killed.image[one : one + size]
         mixed[one + half : one + size] = killed.image[other + half : other + size]
-    with killed.take_over(tmp_path, whole) as store:
+    with killed.take_over(memory, whole) as store:
         assert [load(store, chain) for chain in range(CHAINS)] == [BLOCKS] * CHAINS
-    with killed.take_over(tmp_path, mixed) as store:
+    with killed.take_over(memory, mixed) as store:
         assert [load(store, chain) for chain in range(CHAINS)] == [0] * CHAINS
         assert store.counters()["bad_blocks.host"] == CHAINS
 
 
 @pytest.mark.parametrize("page", [0, 1])
-def test_zeroed_pages(killed: Kill, tmp_path: Path, page: int) -> None:
+def test_zeroed_pages(killed: Kill, memory: Path, page: int) -> None:
     image = bytearray(killed.image)
     for offset in killed.offsets:
         image[offset + page * PAGE : offset + (page + 1) * PAGE] = bytes(PAGE)
-    with killed.take_over(tmp_path, image) as store:
+    with killed.take_over(memory, image) as store:
         assert [load(store, chain) for chain in range(CHAINS)] == [0] * CHAINS
         assert store.counters()["bad_blocks.host"] == (0 if page == 0 else CHAINS)
         missed = "misses.absent" if page == 0 else "misses.checksum"
         assert store.counters()[missed] == RECORDS * TOKENS
 
 
-def test_a_bad_block_heals_and_the_prefix_before_it_stays(killed: Kill, tmp_path: Path) -> None:
+def test_a_bad_block_heals_and_the_prefix_before_it_stays(killed: Kill, memory: Path) -> None:
     random = np.random.default_rng(4)
     image = bytearray(killed.image)
     bad = random.integers(0, BLOCKS, CHAINS // 4).tolist()
     for chain, block in enumerate(bad):
         bit = HEADER_BITS * (chain % 2) + int(random.integers(PAYLOAD_BITS))
         flip(image, killed.offsets[chain * BLOCKS + block] * 8 + bit)
-    with killed.take_over(tmp_path, image) as store:
+    with killed.take_over(memory, image) as store:
         for chain, block in enumerate(bad):
             assert load(store, chain) == block
             _, saved = engine_of(store).save(tokens_of(chain))
             assert (saved.present, saved.saved) == (block, BLOCKS - block)
             assert load(store, chain) == BLOCKS
         assert_at_rest(store)
-    settings = killed.settings(tmp_path / "shm")
-    with open_store(tmp_path / "store", **settings) as store:
+    settings = killed.settings(memory / "shm")
+    with open_store(memory / "store", **settings) as store:
         assert {load(store, chain) for chain in range(len(bad))} == {BLOCKS}
 
 
-def test_a_block_that_is_bad_in_memory_is_served_from_disk(tmp_path: Path) -> None:
-    (tmp_path / "before").mkdir()
-    kill = make_kill(tmp_path / "before", flushed=True)
-    with kill.take_over(tmp_path, damaged(kill, [HEADER_BITS + 8] * RECORDS)) as store:
+def test_a_block_that_is_bad_in_memory_is_served_from_disk(memory: Path) -> None:
+    (memory / "before").mkdir()
+    kill = make_kill(memory / "before", flushed=True)
+    with kill.take_over(memory, damaged(kill, [HEADER_BITS + 8] * RECORDS)) as store:
         for chain in range(4):
             assert load(store, chain) == 0  # its first block was bad: dropped with all below it
             assert load(store, chain) == BLOCKS
@@ -232,19 +237,19 @@ def test_a_block_that_is_bad_in_memory_is_served_from_disk(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_bits_of_the_arenas_own_header(tmp_path: Path) -> None:
+def test_bits_of_the_arenas_own_header(memory: Path) -> None:
     """The arena is taken over without the segment that is not known, or a new one is made."""
-    flip_arena_header(tmp_path, every=7)  # each bit of a byte comes up
+    flip_arena_header(memory, every=7)  # each bit of a byte comes up
 
 
 @pytest.mark.long
-def test_every_bit_of_the_arenas_own_header(tmp_path: Path) -> None:
-    flip_arena_header(tmp_path, every=1)
+def test_every_bit_of_the_arenas_own_header(memory: Path) -> None:
+    flip_arena_header(memory, every=1)
 
 
-def flip_arena_header(tmp_path: Path, every: int) -> None:
+def flip_arena_header(memory: Path, every: int) -> None:
     size, segment = 200 << 10, 64 << 10
-    own = {"store_id": bytes(16), "persist": True, "directory": tmp_path}
+    own = {"store_id": bytes(16), "persist": True, "directory": memory}
     host = HostTier(size, segment, **own)
     slots = host.reserve(RECORD.slot_bytes, 12)
     keys = np.zeros((12, 16), np.uint8)

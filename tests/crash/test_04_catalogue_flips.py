@@ -12,9 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -29,7 +27,7 @@ from support.engine import Engine, prompt
 from support.layouts import small_layout
 from support.shim import TESTS
 
-IMAGES = 240
+IMAGES = 200
 LONG_IMAGES = 5_000
 ANSWER_S = 60.0
 BLOCK = 4
@@ -38,14 +36,6 @@ TOKENS = prompt(BLOCKS * BLOCK + 1)
 SMALL_FILES = ("counters", "store.toml", "lock", "invalidated")
 SMALL_IMAGES = 40
 LONG_SMALL_IMAGES = 2_000
-
-
-@pytest.fixture
-def memory(tmp_path: Path) -> Iterator[Path]:
-    """A directory in memory where there is one: no image waits for a device."""
-    shared = Path("/dev/shm")
-    with TemporaryDirectory(dir=shared if shared.is_dir() else tmp_path) as directory:
-        yield Path(directory)
 
 
 def damaged_volumes(root: Path, first: int, images: int) -> dict[str, int]:

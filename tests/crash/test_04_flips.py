@@ -35,8 +35,8 @@ BAD = ("misses.checksum", "misses.header")
 
 
 @pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_pristine(tmp_path_factory.mktemp("pristine") / "store")
+def pristine(module_memory: Path) -> Path:
+    return make_pristine(module_memory / "pristine")
 
 
 @pytest.fixture(autouse=True)
@@ -57,51 +57,51 @@ def assert_all_missed(trial: Trial, *reasons: str, records: int = RECORDS) -> No
 
 
 @pytest.mark.slow
-def test_every_bit_of_a_header(pristine: Path, tmp_path: Path) -> None:
+def test_every_bit_of_a_header(pristine: Path, memory: Path) -> None:
     assert HEADER_BITS % RECORDS == 0
     for first in range(0, HEADER_BITS, RECORDS):
-        with Trial(pristine, tmp_path / "store") as trial:
+        with Trial(pristine, memory / "store") as trial:
             trial.damage(lambda record, number, at=first: flip(record, at + number))
             assert_all_missed(trial, *BAD)
     print(f"{HEADER_BITS} of {HEADER_BITS} flipped header bits were counted misses")
 
 
 @pytest.mark.slow
-def test_random_bits_of_a_payload(pristine: Path, tmp_path: Path) -> None:
+def test_random_bits_of_a_payload(pristine: Path, memory: Path) -> None:
     rounds = -(-BODY_BITS // RECORDS)
     bits = np.random.default_rng(4).integers(0, PAYLOAD_BITS, (rounds, RECORDS))
     for chosen in bits + HEADER_BITS:
-        with Trial(pristine, tmp_path / "store") as trial:
+        with Trial(pristine, memory / "store") as trial:
             trial.damage(lambda record, number, at=chosen: flip(record, int(at[number])))
             assert_all_missed(trial, "misses.checksum")
     print(f"{bits.size} of {bits.size} flipped payload bits were counted misses")
 
 
-def test_bits_that_nobody_reads(pristine: Path, tmp_path: Path) -> None:
+def test_bits_that_nobody_reads(pristine: Path, memory: Path) -> None:
     """The padding behind a payload is under no checksum: the block's own bytes are still exact."""
     padding_bits = (RECORD.slot_bytes - PADDING_AT) * 8
-    with Trial(pristine, tmp_path / "store") as trial:
+    with Trial(pristine, memory / "store") as trial:
         assert padding_bits <= RECORDS
         trial.damage(lambda record, number: flip(record, PADDING_AT * 8 + number % padding_bits))
         assert [trial.load(chain) for chain in range(CHAINS)] == [BLOCKS] * CHAINS
         assert trial.count("bad_blocks.disk") == 0
 
 
-def test_zeroed_pages(pristine: Path, tmp_path: Path) -> None:
+def test_zeroed_pages(pristine: Path, memory: Path) -> None:
     pages = RECORD.slot_bytes // PAGE
 
     def zero(record: bytearray, number: int) -> None:
         at = number % pages * PAGE
         record[at : at + PAGE] = bytes(PAGE)
 
-    with Trial(pristine, tmp_path / "store") as trial:
+    with Trial(pristine, memory / "store") as trial:
         trial.damage(zero)
         assert_all_missed(trial, *BAD)
 
 
-def test_records_in_each_others_place(pristine: Path, tmp_path: Path) -> None:
+def test_records_in_each_others_place(pristine: Path, memory: Path) -> None:
     """Whole, sound records, each in its neighbour's slot."""
-    with Trial(pristine, tmp_path / "store") as trial:
+    with Trial(pristine, memory / "store") as trial:
         records = trial.records()
         trial.damage(lambda record, number: record.__setitem__(slice(None), records[number ^ 1]))
         assert_all_missed(trial, "misses.header")
@@ -115,7 +115,7 @@ def forged(record: bytearray, field: str, value: bytes) -> None:
     RECORD.seal(headers)
 
 
-def test_sealed_headers_that_differ_in_one_field(pristine: Path, tmp_path: Path) -> None:
+def test_sealed_headers_that_differ_in_one_field(pristine: Path, memory: Path) -> None:
     """As another block's, another tenant's, another layout's or an older record would."""
     fields = ("namespace", "key", "parent", "media", "generation", "block_tokens", "runs")
 
@@ -123,14 +123,14 @@ def test_sealed_headers_that_differ_in_one_field(pristine: Path, tmp_path: Path)
         field = fields[number % len(fields)]
         forged(record, field, b"\x07" * HEADER.fields[field][0].itemsize)  # type: ignore[index]
 
-    with Trial(pristine, tmp_path / "store") as trial:
+    with Trial(pristine, memory / "store") as trial:
         trial.damage(forge)
         assert_all_missed(trial, "misses.header")
 
 
-def test_a_neighbours_record_with_this_blocks_names(pristine: Path, tmp_path: Path) -> None:
+def test_a_neighbours_record_with_this_blocks_names(pristine: Path, memory: Path) -> None:
     """Swapped records that carry the right key, parent and generation, but their own tokens."""
-    with Trial(pristine, tmp_path / "store") as trial:
+    with Trial(pristine, memory / "store") as trial:
         records = trial.records()
 
         def swap(record: bytearray, number: int) -> None:
@@ -150,9 +150,9 @@ NAMES = [
 
 
 @pytest.mark.slow
-def test_a_stale_record_put_back(pristine: Path, tmp_path: Path) -> None:
+def test_a_stale_record_put_back(pristine: Path, memory: Path) -> None:
     """A, then B under the same key, then A's old bytes again: a miss, and never A."""
-    with Trial(pristine, tmp_path / "store") as trial:
+    with Trial(pristine, memory / "store") as trial:
         old = trial.records()
         trial.damage(lambda record, number: flip(record, HEADER_BITS + 5))
         assert_all_missed(trial, "misses.checksum")
@@ -169,9 +169,9 @@ def test_a_stale_record_put_back(pristine: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_files_cut_at_every_byte_of_a_header(pristine: Path, tmp_path: Path) -> None:
+def test_files_cut_at_every_byte_of_a_header(pristine: Path, memory: Path) -> None:
     """From the last block of each chain to its first, so that none is gone with its parent."""
-    with Trial(pristine, tmp_path / "store") as trial:
+    with Trial(pristine, memory / "store") as trial:
         whole = {p.file: p.file.read_bytes() for p in trial.places}
         order = sorted(range(RECORDS), key=lambda n: (n // BLOCKS, n % BLOCKS), reverse=True)
         for byte, number in enumerate(order):
@@ -186,10 +186,10 @@ def test_files_cut_at_every_byte_of_a_header(pristine: Path, tmp_path: Path) -> 
         assert trial.count("misses.io_error") == RECORDS * TOKENS
 
 
-def test_files_cut_at_pages_and_opened_again(pristine: Path, tmp_path: Path) -> None:
+def test_files_cut_at_pages_and_opened_again(pristine: Path, memory: Path) -> None:
     """What lay behind the cut is missed, what lies before it is exact; a save heals."""
     for pages in (0, 2, 100):
-        trial = Trial(pristine, tmp_path / "store")
+        trial = Trial(pristine, memory / "store")
         trial.store.close()
         for file in {place.file for place in trial.places}:
             with file.open("r+b") as opened:

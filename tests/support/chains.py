@@ -50,7 +50,7 @@ def save_chains(store: Store) -> None:
 
 def make_pristine(directory: Path) -> Path:
     """A closed store with all chains on disk."""
-    with open_store(directory, **SETTINGS) as store:
+    with open_store(directory, **SETTINGS, direct=False) as store:
         save_chains(store)
     return directory
 
