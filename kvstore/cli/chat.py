@@ -14,6 +14,8 @@ from kvstore.cli.output import print_json
 from kvstore.cli.runtime_options import (
     KV_MEMORY,
     ConfigOption,
+    DeviceName,
+    DeviceOption,
     Dtype,
     DtypeOption,
     EagerOption,
@@ -65,6 +67,7 @@ def chat(
     ] = 256,
     temperature: TemperatureOption = 0.0,
     seed: SeedOption = 0,
+    device: DeviceOption = DeviceName.CPU,
     dtype: DtypeOption = Dtype.FLOAT32,
     threads: ThreadsOption = None,
     kv_memory: KvMemoryOption = KV_MEMORY,
@@ -80,7 +83,15 @@ def chat(
     opened = chosen_store(store, config)
     model = model or fetch_smollm2(shown=not as_json)
     with open_runtime(
-        model, dtype, threads, kv_memory, opened, eager=eager, share=share, shown=not as_json
+        model,
+        dtype,
+        threads,
+        kv_memory,
+        opened,
+        eager=eager,
+        share=share,
+        shown=not as_json,
+        device=device,
     ) as runtime:
         talk = _Talk(runtime, system, max_tokens, temperature, seed, as_json)
         talk.run()

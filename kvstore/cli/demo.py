@@ -18,6 +18,8 @@ from kvstore.cli.model import fetch_smollm2
 from kvstore.cli.options import JsonOption
 from kvstore.cli.output import print_json, print_lines, print_table
 from kvstore.cli.runtime_options import (
+    DeviceName,
+    DeviceOption,
     Dtype,
     DtypeOption,
     EagerOption,
@@ -63,6 +65,7 @@ def demo(
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", metavar="N", min=2, max=512, help="Tokens of an answer.")
     ] = 32,
+    device: DeviceOption = DeviceName.CPU,
     dtype: DtypeOption = Dtype.FLOAT32,
     threads: ThreadsOption = None,
     eager: EagerOption = False,
@@ -80,6 +83,7 @@ def demo(
     path = model or fetch_smollm2()
     job = {
         "model": str(path),
+        "device": device.value,
         "dtype": dtype.value,
         "threads": threads or default_threads(),
         "max_tokens": max_tokens,

@@ -45,6 +45,7 @@ class Job:
     part: str
     model: str
     store: str
+    device: str
     dtype: str
     threads: int
     max_tokens: int
@@ -56,10 +57,14 @@ class Part:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        say(f"Process {os.getpid()} loads the model ({job.dtype}, {job.threads} threads).")
+        say(f"Process {os.getpid()} loads the model ({job.dtype}, {job.device}).")
         # Only model and tokenizer are used: each run has an engine and pages of its own.
         self.runtime = Runtime.load(
-            job.model, dtype=job.dtype, threads=job.threads, kv_memory="64MiB"
+            job.model,
+            device=job.device,
+            dtype=job.dtype,
+            threads=job.threads,
+            kv_memory="64MiB",
         )
         self.digest = open_checkpoint(Path(job.model)).digest().hex()
         self.prompts = [self.runtime.encode(chat_prompt(question)) for question in QUESTIONS]
@@ -79,6 +84,7 @@ class Part:
             pages=self.pages,
             page_tokens=PAGE_TOKENS,
             dtype=self.runtime.model.dtype,
+            compute=self.runtime.compute,
         )
         space = None
         if store is not None:

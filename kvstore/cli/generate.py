@@ -11,6 +11,8 @@ from kvstore.cli.output import print_json
 from kvstore.cli.runtime_options import (
     KV_MEMORY,
     ConfigOption,
+    DeviceName,
+    DeviceOption,
     Dtype,
     DtypeOption,
     EagerOption,
@@ -65,6 +67,7 @@ def generate(
     ] = 128,
     temperature: TemperatureOption = 0.0,
     seed: SeedOption = 0,
+    device: DeviceOption = DeviceName.CPU,
     dtype: DtypeOption = Dtype.FLOAT32,
     threads: ThreadsOption = None,
     kv_memory: KvMemoryOption = KV_MEMORY,
@@ -84,7 +87,15 @@ def generate(
     opened = chosen_store(store, config, no_store)
     shown = not as_json
     with open_runtime(
-        model, dtype, threads, kv_memory, opened, eager=eager, share=share, shown=shown
+        model,
+        dtype,
+        threads,
+        kv_memory,
+        opened,
+        eager=eager,
+        share=share,
+        shown=shown,
+        device=device,
     ) as runtime:
         with saying("Generating ...", shown=shown):
             answer = runtime.generate(

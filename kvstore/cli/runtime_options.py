@@ -30,10 +30,22 @@ class Dtype(StrEnum):
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class DeviceName(StrEnum):
+    """What the model computes on."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
 
 
 DtypeOption = Annotated[
     Dtype, typer.Option("--dtype", help="float32 is exact to the token; bfloat16 takes half.")
+]
+DeviceOption = Annotated[
+    DeviceName,
+    typer.Option("--device", help="Where the model computes; cuda is an NVIDIA GPU."),
 ]
 ThreadsOption = Annotated[
     int | None,
@@ -114,10 +126,12 @@ def open_runtime(
     eager: bool,
     share: bool,
     shown: bool,
+    device: DeviceName = DeviceName.CPU,
 ) -> Iterator["Runtime"]:
     """A runtime over a store; both are closed at the end, after all is written.
 
-    The model's headers are read before the store is opened, so that a wrong path makes no store.
+    Device and model's headers are looked at before the store is opened: what is wrong with them
+    makes no store.
     eager: load whatever the store has, whatever it costs.
     share: the store may hold blocks of other models.
     shown: say on stderr what is happening, where stderr is a terminal.
@@ -126,12 +140,15 @@ def open_runtime(
         with saying("Loading the model ...", shown=shown) as say:
             refuse_without_runtime()
             from kvstore.runtime.api import Runtime  # noqa: PLC0415
+            from kvstore.runtime.compute import open_device  # noqa: PLC0415
             from kvstore.runtime.weights import open_checkpoint  # noqa: PLC0415
 
             open_checkpoint(model)
+            compute = open_device(device)
             runtime = Runtime.load(
                 model,
                 store=stack.enter_context(store),
+                device=compute,
                 dtype=dtype.value,
                 threads=threads or default_threads(),
                 kv_memory=kv_memory,

@@ -13,9 +13,12 @@ from typing import cast
 import torch
 
 from kvstore.planner import Planner
+from kvstore.runtime.compute import Compute, open_device
 from kvstore.runtime.engine import Engine
 from kvstore.runtime.models.config import ModelConfig
+from kvstore.runtime.models.device_llama import DeviceLlama
 from kvstore.runtime.models.llama import LlamaModel
+from kvstore.runtime.models.model import Model
 from kvstore.runtime.pages import PagePool
 from kvstore.runtime.request import FinishReason, Request, SamplingParams
 from kvstore.runtime.scheduler import SEQUENCES_MAX, TOKEN_BUDGET
@@ -30,6 +33,7 @@ from kvstore.tiers.errors import ConfigError
 KV_MEMORY = "1GiB"
 PAGE_TOKENS = 16
 THREADS_MAX = 1024
+DEVICE_TOKEN_BUDGET = 8192  # A device computes hundreds of tokens in the time of one.
 STOPS_MAX = 16
 
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -107,13 +111,20 @@ class Stream:
 class Runtime:
     """A model, its tokenizer, and an engine. Belongs to one thread. Made by `Runtime.load`.
 
-    engine, model, tokenizer: the parts, for those who want to drive them.
+    engine, model, tokenizer: the parts, for those who want to drive them. compute: the device
+    that the model is on; None for the CPU.
     """
 
     def __init__(
-        self, model: LlamaModel, tokenizer: Tokenizer, engine: Engine, owned: Store | None
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        engine: Engine,
+        owned: Store | None,
+        compute: Compute | None = None,
     ) -> None:
         self.model = model
+        self.compute = compute
         self.tokenizer = tokenizer
         self.engine = engine
         self._owned = owned
@@ -124,6 +135,7 @@ class Runtime:
         path: str | Path,
         *,
         store: Store | str | Path | None = None,
+        device: str | Compute | None = "cpu",
         dtype: str = "float32",
         threads: int | None = None,
         kv_memory: str | int = KV_MEMORY,
@@ -133,30 +145,42 @@ class Runtime:
         planner: Planner | None = None,
         share: bool = False,
         device_reuse: bool = True,
-        token_budget: int = TOKEN_BUDGET,
+        token_budget: int | None = None,
         sequences_max: int = SEQUENCES_MAX,
+        graphs: bool = True,
         progress: Callable[[int, int], None] | None = None,
     ) -> "Runtime":
         """Load a GGUF file or a Hugging Face directory of the Llama family.
 
         store: an open store, or a directory to open one in, closed by `close`; None for none.
-        dtype: "float32", exact to the token, or "bfloat16". threads: of the computation.
+        device: "cpu" or "cuda", or one that is open: see compute.open_device.
+        dtype: "float32", exact to the token, or "bfloat16"; on a device "float16" too.
+        threads: of the computation on the CPU. graphs: capture decode steps, on a device that can.
         share: the store may hold blocks of other models, or of this one in another dtype; without
         it that is an error, for such a store would never give a hit.
         kv_memory: bytes of the device tier's pages. progress: gets (layers loaded, layers).
+        token_budget: tokens a step computes at most; TOKEN_BUDGET or DEVICE_TOKEN_BUDGET unless
+        told.
         Raises ConfigError and StoreError, each with one sentence that says what to do.
         """
+        compute = open_device(device) if isinstance(device, str) else device
         types = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+        if compute is not None:
+            types["float16"] = torch.float16
         if dtype not in types:
-            raise ConfigError(f"dtype is {dtype!r}; use float32 or bfloat16")
+            raise ConfigError(f"dtype is {dtype!r}; use {' or '.join(types)}")
         if threads is not None:
             if not 1 <= threads <= THREADS_MAX:
                 raise ConfigError(f"threads is {threads}; use 1 to {THREADS_MAX}")
             torch.set_num_threads(threads)
         checkpoint = open_checkpoint(Path(path))
         tokenizer = open_tokenizer(Path(path))
-        pool = _pool(checkpoint.config, types[dtype], kv_memory, page_tokens)
-        model = LlamaModel(checkpoint, types[dtype], progress)
+        model: Model
+        if compute is None:
+            model = LlamaModel(checkpoint, types[dtype], progress)
+        else:
+            model = DeviceLlama(checkpoint, types[dtype], compute, progress, graphs=graphs)
+        pool = _pool(checkpoint.config, types[dtype], kv_memory, page_tokens, compute)
         owned = open_store(store) if isinstance(store, str | Path) else None
         space = None
         if (used := owned or (store if isinstance(store, Store) else None)) is not None:
@@ -177,10 +201,10 @@ class Runtime:
             space=space,
             planner=planner,
             device_reuse=device_reuse,
-            token_budget=token_budget,
+            token_budget=token_budget or (DEVICE_TOKEN_BUDGET if compute else TOKEN_BUDGET),
             sequences_max=sequences_max,
         )
-        return cls(model, tokenizer, engine, owned)
+        return cls(model, tokenizer, engine, owned, compute)
 
     def generate(
         self,
@@ -263,7 +287,11 @@ def _refuse_other_model(store: Store, identity: str) -> None:
 
 
 def _pool(
-    config: ModelConfig, dtype: torch.dtype, kv_memory: str | int, page_tokens: int
+    config: ModelConfig,
+    dtype: torch.dtype,
+    kv_memory: str | int,
+    page_tokens: int,
+    compute: Compute | None,
 ) -> PagePool:
     page = config.token_bytes(dtype) * page_tokens
     pages = parse_size(kv_memory, "kv_memory") // page
@@ -276,6 +304,7 @@ def _pool(
         pages=pages,
         page_tokens=page_tokens,
         dtype=dtype,
+        compute=compute,
     )
 
 

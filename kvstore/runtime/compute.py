@@ -106,6 +106,18 @@ class Compute:
             self.stream.record().wait()
 
 
+def open_device(name: str) -> Compute | None:
+    """What to compute on, by its name: "cuda", or "cpu" for None.
+
+    Raises ConfigError, with what to install, where there is none.
+    """
+    if name == "cpu":
+        return None
+    if name != "cuda":
+        raise ConfigError(f"device is {name!r}; use cpu or cuda")
+    return open_cuda()
+
+
 def open_cuda() -> Compute:
     """The current CUDA device. Raises ConfigError, with what to install, where there is none."""
     if torch.version.cuda is None:
