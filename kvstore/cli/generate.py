@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -79,24 +79,12 @@ def generate(
 
     Run it twice with one --store: the second run loads what the first one saved.
     """
-    if store is None and config is None and not no_store:
-        raise ConfigError(
-            "generate needs a store: give --store DIR or --config FILE, or --no-store for none"
-        )
+    _refuse_without_store(store, config, no_store)
     prompt = _read_prompt(prompt_file)
     opened = chosen_store(store, config, no_store)
     shown = not as_json
-    with open_runtime(
-        model,
-        dtype,
-        threads,
-        kv_memory,
-        opened,
-        eager=eager,
-        share=share,
-        shown=shown,
-        device=device,
-    ) as runtime:
+    how: dict[str, Any] = {"eager": eager, "share": share, "shown": shown, "device": device}
+    with open_runtime(model, dtype, threads, kv_memory, opened, **how) as runtime:
         with saying("Generating ...", shown=shown):
             answer = runtime.generate(
                 prompt, max_tokens=max_tokens, temperature=temperature, seed=seed
@@ -107,6 +95,13 @@ def generate(
             sys.stdout.write(f"{answer.text}\n")
             sys.stdout.flush()
             sys.stderr.write(f"({answer_line(answer)})\n")
+
+
+def _refuse_without_store(store: Path | None, config: Path | None, no_store: bool) -> None:
+    if store is None and config is None and not no_store:
+        raise ConfigError(
+            "generate needs a store: give --store DIR or --config FILE, or --no-store for none"
+        )
 
 
 def _read_prompt(path: Path) -> str:

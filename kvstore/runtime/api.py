@@ -164,23 +164,16 @@ class Runtime:
         Raises ConfigError and StoreError, each with one sentence that says what to do.
         """
         compute = open_device(device) if isinstance(device, str) else device
-        types = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-        if compute is not None:
-            types["float16"] = torch.float16
-        if dtype not in types:
-            raise ConfigError(f"dtype is {dtype!r}; use {' or '.join(types)}")
-        if threads is not None:
-            if not 1 <= threads <= THREADS_MAX:
-                raise ConfigError(f"threads is {threads}; use 1 to {THREADS_MAX}")
-            torch.set_num_threads(threads)
+        number = _dtype_of(dtype, compute)
+        _use_threads(threads)
         checkpoint = open_checkpoint(Path(path))
         tokenizer = open_tokenizer(Path(path))
+        pool = _pool(checkpoint.config, number, kv_memory, page_tokens, compute)
         model: Model
         if compute is None:
-            model = LlamaModel(checkpoint, types[dtype], progress)
+            model = LlamaModel(checkpoint, number, progress)
         else:
-            model = DeviceLlama(checkpoint, types[dtype], compute, progress, graphs=graphs)
-        pool = _pool(checkpoint.config, types[dtype], kv_memory, page_tokens, compute)
+            model = DeviceLlama(checkpoint, number, compute, progress, graphs=graphs)
         owned = open_store(store) if isinstance(store, str | Path) else None
         space = None
         if (used := owned or (store if isinstance(store, Store) else None)) is not None:
@@ -275,6 +268,23 @@ class Runtime:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _dtype_of(name: str, compute: Compute | None) -> torch.dtype:
+    types = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if compute is not None:
+        types["float16"] = torch.float16
+    if name not in types:
+        raise ConfigError(f"dtype is {name!r}; use {' or '.join(types)}")
+    return types[name]
+
+
+def _use_threads(threads: int | None) -> None:
+    if threads is None:
+        return
+    if not 1 <= threads <= THREADS_MAX:
+        raise ConfigError(f"threads is {threads}; use 1 to {THREADS_MAX}")
+    torch.set_num_threads(threads)
 
 
 def _refuse_other_model(store: Store, identity: str) -> None:

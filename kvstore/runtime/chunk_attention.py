@@ -2,8 +2,8 @@
 
 The chunk is the end of its context, so the mask is causal and aligned to the lower right. torch's
 `is_causal` is aligned to the upper left; `causal_lower_right` says what is meant, and its flash
-kernel needs no mask in memory. Without a flash kernel (float32) the mask and the scores are real,
-and few queries are taken at a time.
+kernel needs no mask in memory. float32 has no flash kernel: there the mask and the scores are real,
+and few queries are taken at a time. Nothing has to be merged: gathered, prefix and chunk are one.
 """
 
 import torch
@@ -38,9 +38,8 @@ def attend_chunk(
     past = gather_pages(keys, pages[:count], context).transpose(0, 1)[None]
     content = gather_pages(values, pages[:count], context).transpose(0, 1)[None]
     asked = queries.transpose(0, 1)[None]
-    step = rows
-    if queries.dtype == torch.float32:
-        step = max(1, scores_max // (heads * context))
+    flash = queries.dtype != torch.float32
+    step = rows if flash else max(1, scores_max // (heads * context))
     parts = []
     for first in range(0, rows, step):
         last = min(first + step, rows)
@@ -50,8 +49,16 @@ def attend_chunk(
                 asked[:, :, first:last],
                 past[:, :, :seen],
                 content[:, :, :seen],
-                attn_mask=causal_lower_right(last - first, seen),
+                attn_mask=_mask(last - first, seen, None if flash else queries.device),
                 enable_gqa=heads != keys.shape[2],
             )[0].transpose(0, 1)
         )
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _mask(rows: int, context: int, real: torch.device | None) -> Tensor:
+    """Which of `context` tokens each of the last `rows` sees; in memory of `real`, if given."""
+    if real is None:
+        bias: Tensor = causal_lower_right(rows, context)
+        return bias
+    return torch.ones(rows, context, dtype=torch.bool, device=real).tril(context - rows)

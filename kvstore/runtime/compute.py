@@ -130,13 +130,17 @@ def open_cuda() -> Compute:
             'device="cuda" needs an NVIDIA GPU and its driver, and torch finds none; '
             "install the driver, or use the CPU"
         )
-    from kvstore.cuda.cuda_device import CudaDevice  # noqa: PLC0415  CuPy, for those who have it.
+    from kvstore.cuda import nvrtc  # noqa: PLC0415  These need what only some have.
+    from kvstore.cuda.cuda_device import CudaDevice  # noqa: PLC0415
 
     ordinal = torch.cuda.current_device()
     # A stream of its own: neither graphs nor batches of copies go to the default one.
     stream = torch.cuda.Stream(ordinal)  # type: ignore[no-untyped-call]
     try:
         device = CudaDevice(ordinal, compute=stream.cuda_stream)
-    except (DeviceError, OSError) as error:
-        raise ConfigError(f'device="cuda" cannot be used: {error}') from None
+        # The smallest kernel, so that a missing compiler is found now and not in a step.
+        nvrtc.compile_source("rope_write.cu", device.architecture)
+    except (DeviceError, nvrtc.CompileError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f'device="cuda" cannot be used: {reason}') from None
     return Compute(device, torch.device("cuda", ordinal), stream, device.processors)

@@ -16,23 +16,25 @@ from kvstore.runtime.scheduler import Work
 from kvstore.tiers.base import TierName
 
 CALIBRATION_TOKENS = (16, 64)
+DEVICE_CALIBRATION_TOKENS = (128, 2048)  # Fewer take a device as long as one.
 CALIBRATION_BLOCKS = (1, 8)
 
 
 def calibrate(model: Model, pool: PagePool, store_pool: StorePool, planner: Planner) -> None:
     """Time prefill and copies at two sizes, on pages that nobody uses, for the first prompt's plan.
 
-    Takes about as long as 160 tokens of prefill. A pool or a context too small for a size skips it.
-    A copy between pages stands for a load from host memory; on a device it is a real one, from
-    pinned memory. The disk is not touched: its first load
-    begins with a probe, see kvstore.planner.
+    Takes about as long as 160 tokens of prefill, and 4,352 on a device. A pool or a context too
+    small for a size skips it. A copy between pages stands for a load from host memory; on a device
+    it is a real one, from pinned memory. The disk is not touched: its first load begins with a
+    probe, see kvstore.planner.
     """
     _time_prefill(model, pool, planner)
     _time_copies(pool, store_pool, planner)
 
 
 def _time_prefill(model: Model, pool: PagePool, planner: Planner) -> None:
-    for count in (*CALIBRATION_TOKENS, *CALIBRATION_TOKENS):  # the first round only warms up
+    sizes = CALIBRATION_TOKENS if pool.compute is None else DEVICE_CALIBRATION_TOKENS
+    for count in (*sizes, *sizes):  # the first round only warms up
         if count > model.config.context_length:
             continue
         pages = pool.allocate(-(-count // pool.page_tokens))

@@ -81,6 +81,7 @@ def test_the_runtime_and_its_commands_refuse_too(no_gpu: None, tmp_path: Path) -
     assert not (tmp_path / "store").exists()
 
 
+@pytest.mark.slow
 def test_the_cpu_runtime_asks_for_no_cuda() -> None:
     code = (
         "import sys; sys.modules['cupy'] = None; import kvstore, kvstore.runtime.api;"
