@@ -2,6 +2,8 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 JOBS ?= 2
+BUDGET_S ?= 240
+WHEELS ?= build/gpu-wheels
 VENV := .venv
 BIN := $(VENV)/bin
 FOLDERS := tiers hashing cuda daemon integrations
@@ -9,9 +11,9 @@ SOURCES := $(wildcard kvstore $(FOLDERS) tests bench examples setup.py)
 PYTEST := $(BIN)/python -m pytest tests -n $(JOBS)
 
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check format types bench long gpu clean
+.PHONY: help setup demo test check format types bench long gpu gpu-wheels clean
 help:  ## this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-8s %s\n", $$1, $$2 }'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
 	@echo "  PYTHON=$(PYTHON) makes .venv; TORCH=$(TORCH) is installed if .venv has no torch that fits."
 
 setup: $(VENV)/ready  ## .venv with all that the other targets need, and nothing else
@@ -57,8 +59,15 @@ bench: $(VENV)/ready  ## measure: every figure of the README and of bench/result
 long: $(VENV)/ready  ## the long form of the tests: minutes to hours
 	$(BIN)/python -m pytest tests -m long
 
-gpu:  ## the tests that need a GPU: not part of this version yet
-	@echo "make gpu: the CUDA path is not part of this version; everything here runs on the CPU." && exit 2
+# Runs from the checkout, with the Python that has torch and CuPy; what that one lacks comes from WHEELS.
+gpu:  ## tests and figures on this machine's GPU, within BUDGET_S seconds: results in build/gpu
+	$(PYTHON) -m bench.gpu --budget-s $(BUDGET_S) --wheels $(WHEELS)
+
+gpu-wheels:  ## fill WHEELS with what a GPU machine without a registry may lack, for Python 3.12
+	$(PYTHON) -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+	  --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+	  -d $(WHEELS) 'lmdb>=1.4,<3' 'xxhash>=3.4,<4' 'gguf>=0.10,<1'
+	@du -sh $(WHEELS)
 
 clean:  ## remove what can be made again, but not .venv
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -85,7 +85,14 @@ def _copy(name: str) -> Kernel:
     return Kernel(name, "page_copy.cu", COPY_THREADS, _parameters(text))
 
 
+_PROBES = {
+    "probe_copy_async": ("from:r to:w inside:r", 256),
+    "probe_load_stream": ("from:r to:w", 256),
+    "probe_mma_bf16": ("a:r b:r d:rw", 32),
+    "probe_mma_fp16": ("a:r b:r d:rw", 32),
+}
 _ALL = [
+    *(Kernel(name, "probe.cu", most, _parameters(text)) for name, (text, most) in _PROBES.items()),
     _copy("gather_pages"),
     _copy("scatter_pages"),
     *(Kernel(f"rope_write_{t}", "rope_write.cu", 256, _ROPE) for t in DTYPES),

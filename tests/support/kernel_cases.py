@@ -33,6 +33,9 @@ class Device(Protocol):
     ) -> None:
         """Run a kernel to its end. Arrays are changed in place."""
 
+    def place(self, array: Array) -> int:
+        """The address at which the next launch finds an array that it is given no argument for."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -98,7 +101,7 @@ def run_copy(shape: CopyShape, gathers: bool, device: Device, seed: int) -> None
     offsets = np.cumsum([0, *(piece * shape.pages_per_block for piece in pieces)])
     table = np.array(
         [
-            (pool.ctypes.data, rows * (size + gap) + apart, rows, size, size + gap, offset)
+            (device.place(pool), rows * (size + gap) + apart, rows, size, size + gap, offset)
             for pool, (rows, size, gap, apart), offset in zip(
                 pools, shape.runs, offsets[:-1].tolist(), strict=True
             )
@@ -128,7 +131,7 @@ def run_copy(shape: CopyShape, gathers: bool, device: Device, seed: int) -> None
                 else:
                     wanted_pools[run][at : at + size] = payloads[block][to : to + size]
     error = np.zeros(1, np.int32)
-    addresses = np.array([p.ctypes.data for p in payloads], np.uint64)
+    addresses = np.array([device.place(p) for p in payloads], np.uint64)
     device.launch(
         "gather_pages" if gathers else "scatter_pages",
         (shape.grid,),

@@ -14,6 +14,7 @@ from pathlib import Path
 from support.cuda_shim import Kernels
 from support.decode_cases import decode_cases
 from support.kernel_cases import Case, copy_cases, rope_cases
+from support.probe_cases import probe_cases
 
 TESTS = Path(__file__).resolve().parents[1]
 PRELOADED = {"asan": ("libasan.so", "libubsan.so"), "tsan": ("libtsan.so",)}
@@ -29,7 +30,7 @@ OPTIONS = {
 
 def all_cases() -> list[Case]:
     """Every case there is."""
-    return [*copy_cases(), *rope_cases(), *decode_cases()]
+    return [*probe_cases(), *copy_cases(), *rope_cases(), *decode_cases()]
 
 
 def run_apart(

@@ -167,6 +167,11 @@ class Kernels:
         if call(pointers, dims, ctypes.c_size_t(shared_bytes), ctypes.c_uint64(seed)):
             raise KernelError(self._library.shim_last_error().decode())
 
+    @staticmethod
+    def place(array: "np.ndarray[Any, Any]") -> int:
+        """The array's own address: a kernel on this CPU reaches it."""
+        return int(array.ctypes.data)
+
     def poison(self, array: "np.ndarray[Any, Any]") -> None:
         """Under ASan, any access to this memory is an error until `unpoison`."""
         self._library.shim_poison(array.ctypes.data, array.nbytes)
