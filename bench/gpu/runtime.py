@@ -13,13 +13,40 @@ from bench.gpu.place import Place
 from bench.gpu.random_models import LLAMA_8B, SMOLLM2, TINY, make_model, make_pool
 from bench.gpu.results import Figure, NotMeasured
 from kvstore.planner import Planner
+from kvstore.runtime.api import Runtime
 from kvstore.runtime.engine import Engine
 from kvstore.runtime.request import Request, SamplingParams
 from kvstore.tiers.base import TierName
+from support import tiny_llama
 from support.same import groups, serve
 
 BUDGET_TOKENS = 8192
 TAIL = 16  # of a prompt that is not shared
+
+
+def answers(place: Place) -> list[Figure]:
+    """`Runtime.load(..., device="cuda")` on a tiny model: the CPU's tokens, from every tier."""
+    before, tiny_llama.HEAD_DIM = tiny_llama.HEAD_DIM, 64  # the smallest that has kernels
+    try:
+        model = tiny_llama.write_model(place.folder / "tiny")
+    finally:
+        tiny_llama.HEAD_DIM = before
+    text, found = "A device answers as the processor does. " * 2, []
+    with Runtime.load(model, kv_memory="8MiB", threads=1) as runtime:
+        wanted = runtime.generate(text, max_tokens=4).tokens
+    store = {"store": place.folder / "answers", "planner": Planner(eager=True)}
+    for sources in (("cold", "device", "host"), ("disk",)):
+        device: Any = place.compute if place.twin else "cuda"
+        with Runtime.load(model, device=device, kv_memory="8MiB", **store) as runtime:
+            for source in sources:
+                if source == "host":
+                    runtime.engine.pool.wait_copies(30.0)
+                    runtime.engine.pool.clear()
+                got = runtime.generate(text, max_tokens=4)
+                assert got.tokens == wanted, f"{source}: {got.tokens}, not {wanted}"
+                assert source == "cold" or got.tier_tokens[TierName(source)], f"not from {source}"
+                found.append(source)
+    return [Figure("tiers from which the runtime gives the CPU's tokens", ", ".join(found))]
 
 
 def same_tokens(place: Place) -> list[Figure]:

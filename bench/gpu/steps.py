@@ -38,6 +38,7 @@ STEPS = (
     Step("copies", 8, "exact", "copies_are_exact"),
     Step("store", 20, "exact", "store_is_exact"),
     *(Step(tool, 25, "sanitizer", "sanitize", (tool,)) for tool in TOOLS),
+    Step("runtime", 12, "runtime", "answers"),
     Step("same tokens", 30, "runtime", "same_tokens"),
     Step("demo", 1, "runtime", "demo"),
     Step("plain copies", 3, "bandwidth", "plain_copies"),
