@@ -209,8 +209,12 @@ class Saver:
                 placement.abandon_save(plan)
                 return self._drop_rest(job, plan.first)
             if headers is not None:
-                placement.host.publish(plan.slots, headers)
-                reach("save.published")
+                try:
+                    placement.host.publish(plan.slots, headers)
+                    reach("save.published")
+                except BaseException:
+                    placement.abandon_save(plan)
+                    raise
             saved = placement.publish_save(sequence, job.keys, plan)
         reach("save.indexed")
         job.saved += saved

@@ -26,7 +26,7 @@ class SegmentState(StrEnum):
     """What a segment is good for."""
 
     USABLE = "usable"
-    QUARANTINED = "quarantined"  # a sync of it failed; its file is removed at the next start
+    QUARANTINED = "quarantined"  # a sync of it failed; its file goes when nobody reads it
 
 
 @dataclass(frozen=True, slots=True)

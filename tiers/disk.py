@@ -341,13 +341,14 @@ class DiskTier:
 
     def _abandon(self, segment: int) -> list[int]:
         """Quarantine a segment. Returns: the slots of its committed blocks."""
+        volume = self._volume_of(segment)
         with self._lock:
             if self.slab.is_quarantined(segment):
                 return []
             self.slab.quarantine(segment)
-            self._volume_of(segment).set_quarantined(segment)
-            held = self.slab.slots_of(segment).tolist()
-            return [slot for slot in held if slot not in self._uncommitted]
+            volume.set_quarantined(segment)
+            others = self._uncommitted | volume.journal.removing() | self._removals.unlisted.slots()
+            return [s for s in self.slab.slots_of(segment).tolist() if s not in others]
 
     def _commit(
         self, slots: Slots, rows: Rows, slot_bytes: int, remove: Slots

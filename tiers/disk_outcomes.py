@@ -17,7 +17,7 @@ class WriteFault(StrEnum):
     IO_ERROR = "io_error"  # the device did not take the bytes
     SYNC_FAILED = "sync_failed"  # what was written may be lost; its segments are abandoned
     CATALOGUE_FULL = "catalogue_full"  # the catalogue has no page left
-    CATALOGUE_DEVICE = "catalogue_device"  # the catalogue's device failed; its volume is read-only
+    CATALOGUE_DEVICE = "catalogue_device"  # its device failed; a new one is made soon
 
 
 class DiskState(StrEnum):
