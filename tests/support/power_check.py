@@ -58,6 +58,7 @@ class Checker:
 
     def check(self, image: Image, promised: Promised, instant: str) -> None:
         """Open an image as a disk tier and compare all that it names."""
+        self.found["images"] += 1
         disk = self._root / "store" / "disk0"
         if not disk.parent.is_dir():
             self._fault(instant, "lost: the store's directory is gone", bool(promised.slots))
@@ -101,7 +102,6 @@ class Checker:
         self._fault(instant, f"orphans: {len(orphans)} parents missing", bool(orphans))
         tier.check_integrity()
         tier.close()
-        self.found["images"] += 1
         self.found["blocks"] += len(good)
         self.found["synced blocks"] += len(promised.slots)
 
