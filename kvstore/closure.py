@@ -13,7 +13,7 @@ Mask = npt.NDArray[np.bool_]
 
 def each_once(rows: Ints) -> None:
     """ValueError if a row is named twice."""
-    if len(rows) > 1 and len(np.unique(rows)) < len(rows):
+    if len(rows) > 1 and len(set(rows.tolist())) < len(rows):
         raise ValueError("each row may be named only once in a call")
 
 

@@ -84,6 +84,7 @@ class Home:
                 f"{self.path} is in use by process {_owner(io, self._lock_fd)}; "
                 "stop it, or read beside it with `kvstore stats`"
             )
+        io.fsync(self._directory)  # What a killed owner made is relied on from now on.
         io.truncate(self._lock_fd, 0)
         io.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
 

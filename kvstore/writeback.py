@@ -289,6 +289,10 @@ class Writer:
         if isinstance(outcome, Written) and self._disk.abandoned(slots):
             self._disk.remove(slots)
             outcome = WriteFailed(WriteFault.SYNC_FAILED)
+        # Before what is put aside: a flush that gives up gives these up as well.
+        rest = group.rest if outcome is not None else self._not_below(group)
+        if len(rest.rows):
+            placement.dirty.appendleft(rest)
         if isinstance(outcome, Written):
             reach("writeback.publish")
             placed = placement.index.place(TierName.DISK, rows, slots)
@@ -304,9 +308,6 @@ class Writer:
             self._retry_at = placement.clock.monotonic() + RETRY_S
             self._failures, placement.writes_fail = self._failures + 1, True
             self._again(group.rows)
-        rest = group.rest if outcome is not None else self._not_below(group)
-        if len(rest.rows):
-            placement.dirty.appendleft(rest)
         placement.unhold(group.rows)
         placement.unhold(group.parents)
         self._flying.difference_update(group.rows.tolist())
@@ -328,6 +329,8 @@ class Writer:
     def _again(self, rows: Ints) -> None:
         """Queue rows that were not written; a flush or a stop does not wait for another try."""
         placement = self._placement
+        if not len(rows):
+            return
         if self._closed or self._flushing:
             now = placement.clock.monotonic()
             self._aside.append(Dirty(rows, placement.index.generations(rows), now))

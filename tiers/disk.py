@@ -290,10 +290,8 @@ class DiskTier:
         """AssertionError if slab and sums disagree."""
         with self._lock:
             self.slab.check_integrity()
-            assert (
-                not len(self._uncommitted)
-                or self.slab.is_occupied(np.array(sorted(self._uncommitted), np.int64)).all()
-            ), "a reserved slot is not occupied"
+            reserved = np.array(sorted(self._uncommitted), np.int64)
+            assert self.slab.is_occupied(reserved).all(), "a reserved slot is not occupied"
         assert self.allocated_bytes <= self.capacity_bytes, "the tier takes more than its capacity"
 
     def close(self) -> None:

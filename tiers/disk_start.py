@@ -223,7 +223,8 @@ def _load(
         slot_bytes, state = table.get(segment, (0, SegmentState.USABLE))
         if state is SegmentState.QUARANTINED:
             volume.remove_segment(segment)
-        elif segment not in headers:
+        elif segment not in headers or slot_bytes not in (0, headers[segment].slot_bytes):
+            # The second: a change of class that failed, or was cut short, when no block was there.
             _mend_header(volume, segment, slot_bytes, slab)
     by_tokens, bad = catalogue.load()
     if bad:
@@ -245,7 +246,7 @@ def _load(
 
 
 def _mend_header(volume: Volume, segment: int, slot_bytes: int, slab: Slab) -> None:
-    """A segment file with a damaged header: the catalogue knows its class, or it is removed."""
+    """A segment file whose header is not what it was: the catalogue knows its class, or it goes."""
     try:
         if slot_bytes and slab.fits(slot_bytes):
             volume.rewrite_header(segment, slot_bytes)

@@ -314,8 +314,9 @@ def open_own_directory(io: FileIo, path: Path, what: str) -> int:
     try:
         if not check_own_directory(io, path, what):
             io.make_directory(path)
-            with suppress(PermissionError):  # Its parent may be written to, but not opened.
-                sync_directory(io, path.parent)
+        # Also of one that is there: whoever made it may have been killed before this.
+        with suppress(PermissionError):  # Its parent may be written to, but not opened.
+            sync_directory(io, path.parent)
         return io.open_directory(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be a {what}: {error.strerror}; choose another") from None

@@ -15,6 +15,7 @@ is covered. A key is served only after header and runs were checked; nothing her
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -113,15 +114,15 @@ class RecordFormat:
     def of(cls, layout: Layout) -> "RecordFormat":
         return cls(layout.block_tokens, layout.runs, layout.payload_bytes)
 
-    @property
+    @cached_property
     def checksums_at(self) -> int:
         return -(-(FIXED_BYTES + 4 * self.block_tokens) // 8) * 8
 
-    @property
+    @cached_property
     def header_bytes(self) -> int:
         return align_up(self.checksums_at + 8 * self.runs)
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         """Bytes of a slot that holds one record: header and payload, each padded."""
         return self.header_bytes + align_up(self.payload_bytes)

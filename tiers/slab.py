@@ -288,11 +288,10 @@ class Slab:
         none = self._slot_bytes == 0
         assert not (self._free[none].any() or self._occupied[none].any()), "slots in no class"
         assert not self._retiring[none].any(), "a segment without a class is retiring"
-        for segment, slot_map in enumerate(self._maps):
-            size = int(self._slot_bytes[segment])
-            assert (slot_map is None) == (size == 0), f"segment {segment}: map and class disagree"
-            if slot_map is None:
-                continue
+        mapped = [n for n, slot_map in enumerate(self._maps) if slot_map is not None]
+        assert mapped == np.flatnonzero(~none).tolist(), "maps and classes disagree"
+        for segment in mapped:
+            size, slot_map = int(self._slot_bytes[segment]), self._map(segment)
             free, occupied = int(self._free[segment]), int(self._occupied[segment])
             assert self.fits(size), f"segment {segment}: {size} bytes do not fit"
             assert len(slot_map) == self.slots_in_segment(size), f"segment {segment}: wrong length"

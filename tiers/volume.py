@@ -102,6 +102,8 @@ class Volume:
         """
         self._directory = open_own_directory(self._io, self.path, "disk path")
         try:
+            # What a killed owner made is relied on from now on.
+            self._io.fsync(self._directory)
             headers: dict[int, FileHeader] = {}
             for segment in found.segments:
                 self.segments.add(segment)
@@ -152,8 +154,7 @@ class Volume:
         size = max(self.map_bytes({}), keep_bytes // PAGE * PAGE)
         own, identity = self.catalogues.own, self.identity
         catalogue = own(data.parent, self._io, identity=identity, size_bytes=size)
-        if fresh:
-            sync_directory(self._io, data.parent)
+        sync_directory(self._io, data.parent)
         self.catalogue_bytes = size
         if catalogue.grow(size) is not None:
             catalogue.close()
@@ -272,6 +273,8 @@ class Volume:
         try:
             self.rewrite_header(segment, slot_bytes)
         except OSError:
+            with suppress(OSError):  # Which class the file says now is unknown.
+                self.rewrite_header(segment, self.classes[segment])
             return False
         self._set_class(segment, slot_bytes)
         return True

@@ -8,6 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore.config import load_config
+from kvstore.disk_slots import GROUP_BLOCKS
+from kvstore.saving import SaveResult
+from kvstore.sequence import Sequence
 from kvstore.store import Store
 from kvstore.store import open as open_store
 from kvstore.tiers.base import TierName
@@ -16,6 +20,7 @@ from kvstore.tiers.layout import Layout
 from support.checks import assert_at_rest, disk_usage
 from support.engine import Engine, prompt
 from support.faulty import FullIo
+from support.layouts import small_layout
 
 BLOCK = 4
 BLOCKS = 10
@@ -43,6 +48,40 @@ def test_a_flush_makes_everything_durable_root_first(tmp_path: Path) -> None:
         store.flush()  # nothing to do
         assert store.counters()["written_blocks"] == BLOCKS
         assert_at_rest(store)
+
+
+def test_a_flush_ends_where_a_long_chain_finds_no_room(tmp_path: Path) -> None:
+    """Its first group is put aside; the blocks below must not ask for it again and again."""
+    io = FullIo()
+    with Store(load_config(tmp_path / "s", **SIZES), io=io, threads=False) as store:
+        engine = Engine(store.namespace(small_layout(), model="m"), 200)
+        _, saved = _save_now(store, engine, prompt(4 * 180 + 1))
+        io.full = True
+        assert saved.saved == 180 > 2 * GROUP_BLOCKS
+        store.flush()
+        assert store.counters()["written_blocks"] == 0
+        io.full = False
+        store.flush()
+        assert store.counters()["written_blocks"] == 180
+        assert_at_rest(store)
+
+
+def test_a_flush_leaves_nothing_in_the_queue(tmp_path: Path) -> None:
+    with Store(load_config(tmp_path / "s", **SIZES), threads=False) as store:
+        engine = Engine(store.namespace(small_layout(), model="m"), 200)
+        _save_now(store, engine, prompt(4 * 100 + 1))
+        store.flush()
+        assert not store._placement.dirty
+
+
+def _save_now(store: Store, engine: Engine, tokens: np.ndarray) -> tuple[Sequence, SaveResult]:
+    sequence = engine.space.sequence(tokens)
+    table = engine.table(sequence.blocks)
+    engine.compute(sequence, table)
+    save = sequence.save(engine.pool, table)
+    while store._saver.step():
+        pass
+    return sequence, save.result(0)
 
 
 def test_old_blocks_are_written_without_being_asked_for(tmp_path: Path) -> None:

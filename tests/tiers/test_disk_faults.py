@@ -12,6 +12,7 @@ from kvstore.tiers.io import aligned_buffer
 from kvstore.tiers.record import RecordFormat
 from kvstore.tiers.record_read import RecordCheck
 from support.disk_blocks import (
+    LARGE,
     SMALL,
     FaultyIo,
     block,
@@ -84,6 +85,33 @@ def test_a_failed_write_gives_its_slots_back(
         rig.tier.close()
     rig = open_rig(tmp_path / "d")
     assert sorted(found_blocks(rig)) == list(range(70, 80))
+    rig.tier.close()
+
+
+@pytest.mark.parametrize("failures", [1, 2], ids=["the old header is written again", "it is not"])
+def test_blocks_outlive_a_change_of_class_that_failed(tmp_path: Path, failures: int) -> None:
+    """The new header reached the file, but nobody can know: the segment keeps its class."""
+    rig = open_rig(tmp_path / "d")
+    rig.tier.remove(rig.write(range(4))[0])
+    rig.tier.flush_removals()
+    volume, left = rig.tier._volumes[0], iter(range(failures))
+    rewrite = volume.rewrite_header
+
+    def rewrite_and_fail(segment: int, slot_bytes: int) -> None:
+        attempt = next(left, None)
+        if attempt in (None, 0):
+            rewrite(segment, slot_bytes)
+        if attempt is not None:
+            raise OSError(errno.EIO, "Input/output error")
+
+    volume.rewrite_header = rewrite_and_fail  # type: ignore[method-assign]
+    assert not rig.tier.reassign(0, RecordFormat.of(LARGE).slot_bytes)
+    slots, written = rig.write(range(10, 14))
+    assert isinstance(written, Written) and set(slots // rig.tier.per) == {0}
+    rig.tier.close()
+    rig = open_rig(tmp_path / "d")
+    assert sorted(found_blocks(rig)) == list(range(10, 14))
+    assert all(rig.good(slot, number) for number, slot in found_blocks(rig).items())
     rig.tier.close()
 
 
