@@ -15,6 +15,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvstore.native import build
+from kvstore.native.address import address_of
 
 RUNS_MAX = 8192
 
@@ -156,7 +157,7 @@ def _check(table: RunTable, pages: Int64s, payloads: UInt64s) -> tuple[int, int]
 
 
 def _address(array: npt.NDArray[Any]) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.__array_interface__["data"][0])
+    return ctypes.c_void_p(address_of(array))
 
 
 def _view(address: int, rows: int, row_bytes: int, row_stride: int) -> npt.NDArray[np.uint8]:

@@ -19,6 +19,7 @@ import xxhash
 
 from kvstore.hashing.namespace import KEY_BYTES
 from kvstore.native import build
+from kvstore.native.address import address_of
 
 HashName = Literal["xxh3-128", "sha256"]
 Keys = npt.NDArray[np.uint8]
@@ -101,10 +102,10 @@ def _extend_plain(parent: bytes, tokens: Tokens, keys: Keys) -> bytes:
     else:
         library.kv_chain(
             parent,
-            ctypes.c_void_p(tokens.ctypes.data),
+            ctypes.c_void_p(address_of(tokens)),
             ctypes.c_int64(blocks),
             ctypes.c_int64(block_tokens),
-            ctypes.c_void_p(keys.ctypes.data),
+            ctypes.c_void_p(address_of(keys)),
         )
     return bytes(keys[-1])
 

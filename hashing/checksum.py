@@ -7,6 +7,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvstore.native import build
+from kvstore.native.address import address_of
 
 Payload = npt.NDArray[np.uint8]
 Extents = npt.NDArray[np.int64]
@@ -29,11 +30,11 @@ def run_checksums(payload: Payload, offsets: Extents, lengths: Extents) -> Check
             found[run] = xxhash.xxh3_64_intdigest(view[at : at + size])
     else:
         library.kv_xxh3_64_many(
-            ctypes.c_void_p(payload.ctypes.data),
-            ctypes.c_void_p(offsets.ctypes.data),
-            ctypes.c_void_p(lengths.ctypes.data),
+            ctypes.c_void_p(address_of(payload)),
+            ctypes.c_void_p(address_of(offsets)),
+            ctypes.c_void_p(address_of(lengths)),
             ctypes.c_int64(len(offsets)),
-            ctypes.c_void_p(found.ctypes.data),
+            ctypes.c_void_p(address_of(found)),
         )
     return found
 

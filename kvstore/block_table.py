@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.native import build
+from kvstore.native.address import address_of
 from kvstore.rows import Ints, Rows
 from kvstore.tiers.record import KEY_BYTES
 
@@ -99,10 +100,10 @@ class BlockTable:
             rows = np.concatenate([self.entries(), rows])
             self._table = np.zeros((_buckets_for(self._used), LANES), np.uint64)
             self._overflow_keys, self._overflow_rows = np.zeros(0, np.uint64), np.zeros(0, np.int32)
+            self._heads_seen = None
         left = self._insert(np.ascontiguousarray(rows, np.int32))
         if len(left):
             self._set_overflow(np.concatenate([self._overflow_rows, left]))
-        self._heads_seen = None
 
     def _insert(self, rows: Ints) -> Ints:
         library = _library()
@@ -110,12 +111,12 @@ class BlockTable:
             return self._insert_numpy(rows)
         left = np.empty(len(rows), np.int32)
         count: int = library.kv_table_insert(
-            self._table.ctypes.data,
+            address_of(self._table),
             self.buckets - 1,
-            self._rows.heads.ctypes.data,
-            rows.ctypes.data,
+            address_of(self._rows.heads),
+            address_of(rows),
             len(rows),
-            left.ctypes.data,
+            address_of(left),
         )
         return left[:count]
 
@@ -169,11 +170,25 @@ class BlockTable:
         rows = np.empty(len(keys), np.int32)
         library = _library()
         if library is not None:
-            library.kv_probe(self._view_now(), keys.ctypes.data, len(keys), rows.ctypes.data)
+            library.kv_probe(self._view_now(), address_of(keys), len(keys), address_of(rows))
             return rows
         for at in range(0, len(keys), PROBE_CHUNK):
             rows[at : at + PROBE_CHUNK] = self._probe_numpy(keys[at : at + PROBE_CHUNK])
         return rows
+
+    def count_fresh(self, keys: Keys) -> int:
+        """How many leading keys no row carries, and differ from each other."""
+        if not len(keys):
+            return 0
+        taken = self.probe(keys) >= 0
+        fresh = int(taken.argmax()) if taken.any() else len(keys)
+        if fresh > 1:
+            data, seen = keys[:fresh].tobytes(), dict[bytes, None]()
+            for at in range(0, len(data), KEY_BYTES):
+                if data[at : at + KEY_BYTES] in seen:
+                    return len(seen)
+                seen[data[at : at + KEY_BYTES]] = None
+        return fresh
 
     def walk(self, keys: Keys, tokens: Ints, space: int, parent: int) -> Walk:
         """Follow a chain below `parent` (-1: from the root) as far as it is confirmed.
@@ -190,16 +205,16 @@ class BlockTable:
         rows = np.empty(len(keys), np.int32)
         library.kv_find(
             self._view_now(),
-            self._rows.space.ctypes.data,
-            pool.tokens.ctypes.data,
+            address_of(self._rows.space),
+            address_of(pool.tokens),
             tokens.shape[1],
-            keys.ctypes.data,
-            tokens.ctypes.data,
+            address_of(keys),
+            address_of(tokens),
             len(keys),
             space,
             parent,
-            rows.ctypes.data,
-            self._result.ctypes.data,
+            address_of(rows),
+            address_of(self._result),
         )
         found, upper, lower, end = self._result.tolist()
         return Walk(rows[:found], upper, lower, end)
@@ -209,11 +224,11 @@ class BlockTable:
         if self._heads_seen is not rows.heads:
             self._heads_seen = rows.heads
             self._view = View(
-                self._table.ctypes.data,
+                address_of(self._table),
                 self.buckets - 1,
-                rows.heads.ctypes.data,
-                self._overflow_keys.ctypes.data,
-                self._overflow_rows.ctypes.data,
+                address_of(rows.heads),
+                address_of(self._overflow_keys),
+                address_of(self._overflow_rows),
                 len(self._overflow_rows),
             )
         return ctypes.byref(self._view)

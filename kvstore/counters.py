@@ -135,7 +135,7 @@ class Counters:
 
     def set(self, name: str, value: int) -> None:
         """Set a gauge."""
-        self._values[_AT[name]] = np.uint64(value)
+        self._values[_AT[name]] = value
 
     def get(self, name: str) -> int:
         """One counter."""

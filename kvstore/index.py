@@ -176,6 +176,7 @@ class Index:
         slots: Longs,
         contents: Generations,
         media: Media | None = None,
+        known: Ints | None = None,
     ) -> Published:
         """Make the blocks of one chain findable: their bytes already lie in `slots` of the tier.
 
@@ -183,6 +184,7 @@ class Index:
         contents uint64 [n], the records' generations. Blocks that other saves brought meanwhile are
         recognised. One that lies only in the other tier gets its slot here if the record is the
         same generation (a row has one); otherwise the blocks from there on are not taken.
+        known: what `find` says of these keys, if nothing has changed since the caller asked.
 
         Returns: Published, reason None, COLLISION, PARENT_GONE, or HOST_FULL (rows_max reached).
         """
@@ -190,16 +192,17 @@ class Index:
         _check_slots(slots)
         if parent >= 0 and self.rows.slots[number][parent] < 0:
             return Published(np.zeros(0, np.int32), np.zeros(0, bool), SaveDrop.PARENT_GONE)
-        known = self.find(space, keys, tokens, parent, media).rows
-        at = len(known)
-        entering = self.rows.slots[number][known] < 0
-        other = entering & (self.rows.content[known] != contents[:at])
-        if other.any():
-            at = int(other.argmax())
-            self._enter(number, known[:at][entering[:at]], slots[:at][entering[:at]])
-            return Published(known[:at], entering[:at], SaveDrop.PARENT_GONE)
-        self._enter(number, known[entering], slots[:at][entering])
-        end = at + self._count_fresh(keys[at:])
+        known = self.find(space, keys, tokens, parent, media).rows if known is None else known
+        at, entering = len(known), np.zeros(0, bool)
+        if at:
+            entering = self.rows.slots[number][known] < 0
+            other = entering & (self.rows.content[known] != contents[:at])
+            if other.any():
+                at = int(other.argmax())
+                self._enter(number, known[:at][entering[:at]], slots[:at][entering[:at]])
+                return Published(known[:at], entering[:at], SaveDrop.PARENT_GONE)
+            self._enter(number, known[entering], slots[:at][entering])
+        end = at + self.table.count_fresh(keys[at:])
         reason = SaveDrop.COLLISION if end < len(keys) else None
         rows = self.rows.allocate(end - at)
         if len(rows) < end - at:
@@ -212,22 +215,11 @@ class Index:
                 self.rows.flags[rows[place - at]] |= MEDIA
         self.rows.content[rows] = contents[at:end]
         self._enter(number, rows, slots[at:end])
-        placed = np.concatenate([entering, np.ones(len(rows), bool)])
-        return Published(np.concatenate([known, rows]), placed, reason)
-
-    def _count_fresh(self, keys: Keys) -> int:
-        """How many leading keys no row carries, and differ from each other."""
-        if not len(keys):
-            return 0
-        taken = self.table.probe(keys) >= 0
-        fresh = int(taken.argmax()) if taken.any() else len(keys)
-        if fresh > 1:
-            _, first = np.unique(keys[:fresh].view("V16")[:, 0], return_index=True)
-            if len(first) < fresh:
-                repeated = np.ones(fresh, bool)
-                repeated[first] = False
-                fresh = int(repeated.argmax())
-        return fresh
+        placed = np.ones(len(rows), bool)
+        if not at:
+            return Published(rows, placed, reason)
+        both = np.concatenate([known, rows]), np.concatenate([entering, placed])
+        return Published(*both, reason)
 
     def _create(self, rows: Ints, space: int, parent: int, keys: Keys, tokens: Ints) -> None:
         columns, count = self.rows, len(rows)
@@ -275,7 +267,7 @@ class Index:
 
     def _count(self, number: int, rows: Ints, sign: int) -> None:
         self._blocks[number] += sign * len(rows)
-        self.in_both += sign * int((self.rows.slots[1 - number][rows] >= 0).sum())
+        self.in_both += sign * int(np.count_nonzero(self.rows.slots[1 - number][rows] >= 0))
         self.pinned.moved(number, rows)
         self.changes += 1
 
@@ -396,5 +388,6 @@ class Index:
 
 
 def _check_slots(slots: Longs) -> None:
-    if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) <= SLOT_MAX:
+    # As uint64 a negative id is a huge one, so a single pass finds both kinds.
+    if len(slots) and int(slots.astype(np.uint64).max()) > SLOT_MAX:
         raise ValueError(f"slot ids must lie in 0..{SLOT_MAX}")

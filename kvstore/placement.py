@@ -18,23 +18,24 @@ from kvstore.disk_watch import DiskWatch
 from kvstore.eviction import Evictor
 from kvstore.home import Home
 from kvstore.index import Index
-from kvstore.media import media_of
 from kvstore.outcomes import Left
 from kvstore.pins import Pins
-from kvstore.plans import Dirty, SavePlan, SpaceFacts
+from kvstore.plans import Dirty, SpaceFacts
 from kvstore.rows import VERIFIED, Ints, Longs
 from kvstore.sequence import Sequence
 from kvstore.ticket import Leases
-from kvstore.tiers.base import MissReason, SaveDrop, TierName
+from kvstore.tiers.base import MissReason, TierName
 from kvstore.tiers.errors import StoreError
 from kvstore.tiers.failpoints import reach
 from kvstore.tiers.host import HostTier
+from kvstore.tiers.pinning import PinnedMemory
 from kvstore.write_budget import WriteBudget
 
 if TYPE_CHECKING:
     from kvstore.loading import LoadResult
     from kvstore.tiers.disk import DiskTier
 
+GAUGES = {n: (f"{n}_capacity_bytes", f"{n}_used_bytes", f"{n}_blocks") for n in TierName}
 EVICT_BLOCKS = 32  # at a time, from a host tier of many blocks
 
 
@@ -77,6 +78,7 @@ class Placement:
         self._evict_host = Evictor(index, TierName.HOST)
         self._generation = itertools.count(boot << 32)
         self.pins = Pins(self, pin_fraction, home)
+        self._page_locked: PinnedMemory | None = None  # as the counters have it
 
     # --- lookups
 
@@ -87,96 +89,13 @@ class Placement:
             inside |= self.index.slots(TierName.DISK, rows) >= 0
         return len(rows) if inside.all() else int(inside.argmin())
 
-    def is_tail(self, tail: tuple[int, int] | None) -> bool:
-        """Whether a saved block is still in host memory, so that the next can follow it."""
-        if tail is None:
-            return False
-        row = np.array([tail[0]], np.int32)
-        same = bool(self.index.generations(row)[0] == tail[1])
-        return same and bool(self.index.slots(TierName.HOST, row)[0] >= 0)
-
-    # --- saving
-
-    def plan_save(
-        self, sequence: Sequence, keys: npt.NDArray[np.uint8], first: int, last: int
-    ) -> SavePlan:
-        """Find what of blocks first..last-1 host memory lacks, and take slots for it."""
-        none = np.zeros(0, np.int64), np.zeros(0, np.uint64)
-        if not self.started.is_set():
-            return SavePlan(first, first, -1, *none, 0, SaveDrop.STARTING)
-        parent = -1
-        if first:
-            if not self.is_tail(sequence.tail):
-                return SavePlan(first, first, -1, *none, 0, SaveDrop.PARENT_GONE)
-            assert sequence.tail is not None
-            parent = sequence.tail[0]
-        space, tokens = sequence.space, sequence.block_tokens(first, last)
-        found = self.index.find(
-            space.number, keys[first:last], tokens, parent, media_of(sequence, first, last)
-        )
-        self.index.touch(found.rows)
-        present, drop = found.blocks[TierName.HOST], None
-        if found.reason is MissReason.COLLISION:
-            last, drop = first + len(found.rows), SaveDrop.COLLISION
-        anchor = int(found.rows[present - 1]) if present else parent
-        if anchor >= 0:
-            self.index.hold(np.array([anchor], np.int32))
-            self._note_tail(sequence, first + present, anchor)
-        start = first + present
-        slots = self.host_slots(space.record.slot_bytes, last - start)
-        if len(slots) < last - start:
-            last, drop = start + len(slots), SaveDrop.HOST_FULL
-        generations = self.new_generations(len(slots))
-        known = found.rows[present : present + len(slots)]
-        # A block that lies on disk keeps its record's generation: the disk's copy must match.
-        generations[: len(known)] = self.index.rows.content[known]
-        return SavePlan(start, last, anchor, slots, generations, present, drop)
-
-    def publish_save(self, sequence: Sequence, keys: npt.NDArray[np.uint8], plan: SavePlan) -> int:
-        """Make copied blocks findable. Returns how many of the plan's blocks are stored now."""
-        stored = 0
-        if len(plan.slots):
-            published = self.index.publish(
-                TierName.HOST,
-                sequence.space.number,
-                plan.anchor,
-                keys[plan.first : plan.last],
-                sequence.block_tokens(plan.first, plan.last),
-                plan.slots,
-                plan.generations,
-                media_of(sequence, plan.first, plan.last),
-            )
-            stored = len(published.rows)
-            used = np.zeros(len(plan.slots), bool)
-            used[:stored] = published.placed
-            self.release_host_slots(plan.slots[~used])
-            if stored:
-                self._entered_host(published.rows)
-                self._note_tail(sequence, plan.first + stored, int(published.rows[-1]))
-            if published.reason is not None:
-                plan.drop = published.reason
-        if plan.anchor >= 0:
-            self.unhold(np.array([plan.anchor], np.int32))
-        self.write_gauges()
-        return stored
-
-    def abandon_save(self, plan: SavePlan) -> None:
-        """Give back what a plan took, when its copy failed."""
-        with self.lock:
-            self.release_host_slots(plan.slots)
-            if plan.anchor >= 0:
-                self.unhold(np.array([plan.anchor], np.int32))
+    # --- blocks that came
 
     def new_generations(self, count: int) -> npt.NDArray[np.uint64]:
         """Numbers that no record of this store ever had: uint64 [count]."""
         return np.fromiter(itertools.islice(self._generation, count), np.uint64, count)
 
-    def _note_tail(self, sequence: Sequence, blocks: int, row: int) -> None:
-        sequence.saved_blocks = blocks
-        generation = self.index.generations(np.array([row], np.int32))[0]
-        sequence.tail = (row, int(generation))
-
-    def _entered_host(self, rows: Ints) -> None:
+    def entered_host(self, rows: Ints) -> None:
         """Rows came into host memory with checked bytes; those not on disk are dirty now."""
         self.index.rows.flags[rows] |= VERIFIED
         if self.disk is not None:
@@ -336,24 +255,25 @@ class Placement:
 
     def write_gauges(self) -> None:
         """What the tiers hold now goes into the counters, for readers beside this process."""
-        tiers: list[tuple[TierName, HostTier | DiskTier]] = [(TierName.HOST, self.host)]
-        if self.disk is not None:
-            tiers.append((TierName.DISK, self.disk))
-        for name, tier in tiers:
-            self.counters.set(f"{name}_capacity_bytes", tier.capacity_bytes)
-            self.counters.set(f"{name}_used_bytes", tier.used_bytes)
-            self.counters.set(f"{name}_blocks", self.index.blocks(name))
+        for name, tier in ((TierName.HOST, self.host), (TierName.DISK, self.disk)):
+            if tier is not None:
+                capacity, used, blocks = GAUGES[name]
+                self.counters.set(capacity, tier.capacity_bytes)
+                self.counters.set(used, tier.used_bytes)
+                self.counters.set(blocks, self.index.blocks(name))
         self.pins.settle()
-        for gauge, value in self.host.pinned().gauges().items():
-            self.counters.set(gauge, value)
-
+        locked = self.host.pinned()
+        if locked != self._page_locked:
+            self._page_locked = locked
+            for gauge, value in locked.gauges().items():
+                self.counters.set(gauge, value)
         self.disk_watch.note()
 
     def publish_reads(self, rows: Ints, slots: Longs, good: npt.NDArray[np.bool_]) -> None:
         """Blocks read from disk stay in host memory where their parent is; other slots go back."""
         kept = np.zeros(len(rows), bool)
         kept[good] = self.index.place(TierName.HOST, rows[good], slots[good])
-        self._entered_host(rows[kept])
+        self.entered_host(rows[kept])
         self.release_host_slots(slots[~kept])
         self.write_gauges()
 

@@ -33,9 +33,11 @@ class Dirty:
 class SavePlan:
     """Blocks first..last-1 of a chain are to be copied into `slots`.
 
-    anchor: the row before them, held until publish_save; -1 for none.
+    anchor: the row before them, held until it is published; -1 for none.
     generations: uint64, of the records.  present: blocks before `first` that are there already.
     drop: why blocks from `last` on are not saved, or None.
+    known: rows of the first of these blocks, which another tier has.  changes: the index's count
+    when that was found out.
     """
 
     first: int
@@ -45,6 +47,8 @@ class SavePlan:
     generations: npt.NDArray[np.uint64]
     present: int
     drop: SaveDrop | None
+    known: Ints
+    changes: int
 
 
 @dataclass

@@ -20,6 +20,7 @@ ROWS_MAX = 1 << 30  # rows of one index; a row number + 1 must fit the 32 bits o
 SPACES_MAX = 0xFFFF
 NO_SPACE = 0xFFFF  # `space` of a row that is free
 NONE = -1
+SPAN_MIN = 17  # fewer rows are indexed in less time than it takes to look at them
 
 HIDDEN = 1  # flags: in no tier any more, cannot be found, and kept because someone still uses it
 LEAVING = 2  # flags: being freed in this very call
@@ -45,6 +46,7 @@ HEAD = np.dtype(
 )
 
 
+FRESH_HEAD = np.array((0, 0, NONE, NONE, NONE, NONE), HEAD)
 COLUMNS = (
     *("depth", "age", "leases", "holds", "space", "flags", "pinned", "generation", "content"),
     *("first_child", "next_sibling", "previous_sibling"),
@@ -188,9 +190,8 @@ class Rows:
             wanted = max(self.list.high, 2 * self.capacity, 256)
             self._grow(min(wanted, self.rows_max))
         fresh = span(rows)
-        for column in (self.parent, self.token_row, *self.slots, *self.children):
-            column[fresh] = NONE
-        for column in (self.first_child, self.next_sibling, self.previous_sibling):
+        self.heads[fresh] = FRESH_HEAD
+        for column in (*self.children, self.first_child, self.next_sibling, self.previous_sibling):
             column[fresh] = NONE
         return rows
 
@@ -281,8 +282,8 @@ class Rows:
 
 
 def span(rows: npt.NDArray[np.signedinteger]) -> slice | npt.NDArray[np.signedinteger]:
-    """The same rows for indexing: a slice, many times faster, if they follow one another."""
-    if not len(rows) or rows[-1] - rows[0] != len(rows) - 1 or (np.diff(rows) != 1).any():
+    """The same rows for indexing: a slice, many times faster, if many follow one another."""
+    if len(rows) < SPAN_MIN or rows[-1] - rows[0] != len(rows) - 1 or (np.diff(rows) != 1).any():
         return rows
     return slice(int(rows[0]), int(rows[-1]) + 1)
 

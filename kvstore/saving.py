@@ -17,6 +17,7 @@ from kvstore.cuda.device import Event
 from kvstore.media import media_of
 from kvstore.placement import Placement
 from kvstore.pool import PagePool
+from kvstore.save_placement import SavePlacement
 from kvstore.sequence import Sequence
 from kvstore.tiers.base import SaveDrop
 from kvstore.tiers.failpoints import reach
@@ -85,6 +86,7 @@ class Saver:
 
     def __init__(self, placement: Placement, queue_blocks: int, *, threads: bool = True) -> None:
         self._placement = placement
+        self._places = SavePlacement(placement)
         self._queue_blocks = queue_blocks
         self._jobs: deque[Job] = deque()
         self._waiting_blocks = 0
@@ -174,7 +176,7 @@ class Saver:
         placement, sequence = self._placement, job.sequence
         with placement.lock:
             at = sequence.saved_blocks
-            if at and not placement.is_tail(sequence.tail):
+            if at and not self._places.is_tail(sequence.tail):
                 # An ancestor left host memory. The whole table is at hand, so save all of it again.
                 at = 0
         # What an earlier save of this sequence has brought since this one was asked for.
@@ -191,7 +193,7 @@ class Saver:
         with placement.lock:
             if self._is_void(job):
                 return self._drop_rest(job, first)
-            plan = placement.plan_save(sequence, job.keys, first, last)
+            plan = self._places.plan(sequence, job.keys, first, last)
         job.present += plan.present
         todo = plan.last - plan.first
         headers = None
@@ -200,22 +202,23 @@ class Saver:
                 headers = self._copy(job, plan.first, plan.last, plan.slots, plan.generations)
                 reach("save.copied")
             except BaseException:
-                placement.abandon_save(plan)
+                with placement.lock:
+                    self._places.abandon(plan)
                 raise
         with placement.lock:
             # Under one lock with the invalidation, so that not even a killed owner leaves a block
             # in its arena that was invalidated before it was whole.
             if self._is_void(job):
-                placement.abandon_save(plan)
+                self._places.abandon(plan)
                 return self._drop_rest(job, plan.first)
             if headers is not None:
                 try:
                     placement.host.publish(plan.slots, headers)
                     reach("save.published")
                 except BaseException:
-                    placement.abandon_save(plan)
+                    self._places.abandon(plan)
                     raise
-            saved = placement.publish_save(sequence, job.keys, plan)
+            saved = self._places.publish(sequence, job.keys, plan)
         reach("save.indexed")
         job.saved += saved
         missing = last - plan.last + (todo - saved)
@@ -268,9 +271,11 @@ class Saver:
 
     def _finish(self, job: Job, seconds: float) -> None:
         counters = self._placement.counters
-        counters.add("saved_blocks", job.saved)
-        counters.add("saved_bytes", job.saved * job.sequence.space.layout.payload_bytes)
-        counters.add(f"save_drops.{SaveDrop.PRESENT}", job.present)
+        if job.saved:
+            counters.add("saved_blocks", job.saved)
+            counters.add("saved_bytes", job.saved * job.sequence.space.layout.payload_bytes)
+        if job.present:
+            counters.add(f"save_drops.{SaveDrop.PRESENT}", job.present)
         for reason, blocks in job.dropped.items():
             counters.add(f"save_drops.{reason}", blocks)
         job.save.finish(SaveResult(job.saved, job.present, dict(job.dropped), seconds))

@@ -277,7 +277,7 @@ class Slab:
 
     def used_bytes(self) -> int:
         """Bytes of all occupied slots."""
-        return int((self._occupied * self._slot_bytes).sum())
+        return int(self._occupied @ self._slot_bytes)
 
     def allocated_bytes(self) -> int:
         """Bytes of all segments that belong to a class, quarantined ones included."""
@@ -384,11 +384,4 @@ class Slab:
 
 def _first_run(slot_map: SegmentMask, count: int) -> int:
     """Where the first `count` free slots in a row start, or -1."""
-    start = int(slot_map.argmax())
-    run = slot_map[start : start + count]
-    if len(run) == count and run.all():
-        return start
-    edges = np.flatnonzero(np.diff(slot_map, prepend=False, append=False))
-    starts, ends = edges[::2], edges[1::2]
-    long_enough = starts[ends - starts >= count]
-    return int(long_enough[0]) if len(long_enough) else -1
+    return slot_map.tobytes().find(b"\1" * count)
