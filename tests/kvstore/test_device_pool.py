@@ -93,8 +93,9 @@ def test_a02_pages_that_are_given_away_too_early_are_seen(
     engine = DeviceEngine(store.namespace(LAYOUT, model="m"), PAGES, device)
     sequence, pages = engine.space.sequence(prompt(41, 1)), table(1, 10)
     engine.compute(sequence, pages)
-    save = sequence.save(engine.pool, pages)
-    engine.compute(engine.space.sequence(prompt(41, 2)), pages)
+    with store._placement.lock:  # So that the copy cannot be over before the pages are given away.
+        save = sequence.save(engine.pool, pages)
+        engine.compute(engine.space.sequence(prompt(41, 2)), pages)
     save.result(60)
     with pytest.raises(AssertionError, match="in no order"):
         device.assert_ordered()
