@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +298,12 @@ class Load:
         except BaseException as failure:
             self.failures.append(failure)
 
+    def go_on(self, blocks: int) -> None:
+        """Wait until so many more blocks were loaded: a resize of an empty store shows nothing."""
+        wanted, until = self.blocks + blocks, time.monotonic() + 10
+        while self.blocks < wanted and not self.failures and time.monotonic() < until:
+            time.sleep(0.002)
+
     def end(self) -> None:
         self.ended.set()
         for thread in self.threads:
@@ -336,6 +343,7 @@ def resize_under_load(path: Path, seed: int, resizes: int) -> None:
         thread.start()
         try:
             for _ in range(resizes):
+                load.go_on(100)
                 new_disk = int(random.integers(8 * MIB, 48 * MIB))
                 new_host = int(random.integers(5 * MIB, 24 * MIB))
                 tops.append((max(disk, new_disk), max(host, new_host)))
