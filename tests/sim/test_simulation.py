@@ -26,7 +26,7 @@ def test_a_few_seeds() -> None:
         simulate(seed)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("part", range(PARTS))
 def test_two_thousand_seeds(part: int) -> None:
     for seed in range(part * SEEDS_EACH, (part + 1) * SEEDS_EACH):
