@@ -299,7 +299,7 @@ class Load:
             self.failures.append(failure)
 
     def go_on(self, blocks: int) -> None:
-        """Wait until so many more blocks were loaded: a resize of an empty store shows nothing."""
+        """Wait until so many more blocks were loaded."""
         wanted, until = self.blocks + blocks, time.monotonic() + 10
         while self.blocks < wanted and not self.failures and time.monotonic() < until:
             time.sleep(0.002)
@@ -348,8 +348,8 @@ def resize_under_load(path: Path, seed: int, resizes: int) -> None:
                 new_host = int(random.integers(5 * MIB, 24 * MIB))
                 tops.append((max(disk, new_disk), max(host, new_host)))
                 resized = store.resize(host_bytes=new_host, disk_bytes=new_disk)
-                assert resized.reason is None, (resized, seed)
-                assert (resized.host_bytes, resized.disk_bytes) == (new_host, new_disk)
+                got = (resized.reason, resized.host_bytes, resized.disk_bytes)
+                assert got == (None, new_host, new_disk), seed
                 disk, host, evicted = new_disk, new_host, evicted + resized.evicted_blocks
                 tops.append((disk, host))
                 store.check_integrity()
@@ -357,8 +357,7 @@ def resize_under_load(path: Path, seed: int, resizes: int) -> None:
             load.end()
             watching.set()
             thread.join()
-        assert not failures and not load.failures, (failures, load.failures)
-        assert load.blocks > 0 and evicted > 0
+        assert not failures + load.failures and evicted > 0, (failures, load.failures, evicted)
         assert_at_rest(store)
     facts = read_facts(paths[0], FileIo())
     assert facts is not None and facts.disk_capacity_bytes == disk
