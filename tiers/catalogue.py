@@ -210,6 +210,7 @@ class Catalogue:
         """
         with self._lock:
             size = max(size_bytes, self.used_bytes(), BASE_BYTES)
+            before = int(self._env.info()["map_size"])
             try:
                 fd = self._io.open(self.directory / DATA_FILE, write=True)
                 try:

@@ -124,6 +124,22 @@ class ModelCatalogue:
         self._size_bytes = max(self._size_bytes, size_bytes)
         return None
 
+    def shrink(self, size_bytes: int) -> int:
+        size = max(size_bytes, self.used_bytes(), BASE_BYTES)
+        before = self._size_bytes
+        try:
+            fd = self._io.open(self._path, write=True)
+            try:
+                before = self._io.size(fd)
+                if size < before:
+                    self._io.truncate(fd, size)
+            finally:
+                self._io.close(fd)
+        except OSError:
+            return before
+        self._size_bytes = min(size, before)
+        return self._size_bytes
+
     def load(self) -> tuple[dict[int, Rows], int]:
         found, bad = Collected(), []
         pairs = sorted(self.state.rows.items())

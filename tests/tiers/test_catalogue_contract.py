@@ -229,7 +229,25 @@ def test_a_full_map_refuses_whole_commits_and_removals_or_growth_make_room(kind:
     assert catalogue.commit(Change(rows=[more])) is None
 
 
-def test_growing_takes_the_room_at_once_and_nothing_shrinks(kind: Kind) -> None:
+def test_shrinking_gives_room_back_and_keeps_what_is_there(kind: Kind) -> None:
+    catalogue = kind.own(4 << 20)
+    file = kind.directory / DATA_FILE
+    rows = rows_at(list(range(200)))
+    assert catalogue.commit(Change(rows=[rows])) is None
+    kind.io.failing = True
+    assert catalogue.shrink(2 << 20) == 4 << 20 == file.stat().st_size
+    kind.io.failing = False
+    assert catalogue.shrink(2 << 20) == 2 << 20 == file.stat().st_size
+    least = catalogue.shrink(0)
+    assert catalogue.used_bytes() <= least == file.stat().st_size < 1 << 20
+    assert sorted(loaded(catalogue)) == list(range(200))
+    assert catalogue.shrink(1 << 20) == least, "it never grows"
+    assert catalogue.grow(1 << 20) is None
+    assert catalogue.commit(Change(rows=[rows_at([900])])) is None
+    assert catalogue.written_bytes > 0
+
+
+def test_growing_takes_the_room_at_once_and_does_not_shrink(kind: Kind) -> None:
     catalogue = kind.own(BASE_BYTES)
     file = kind.directory / DATA_FILE
     assert catalogue.grow(1 << 20) is None
